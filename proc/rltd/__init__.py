@@ -1,0 +1,1 @@
+"""The daemon: supervisor, frontend, engine core and detokenizer processes."""

@@ -1,0 +1,1 @@
+"""rltctl and the control socket."""

@@ -1,0 +1,1 @@
+"""The process that turns tokens into text."""

@@ -1,0 +1,1 @@
+"""The HTTP process; never imports torch."""

@@ -1,0 +1,1 @@
+"""Links between processes: inboxes, addresses, the pipe to the supervisor."""

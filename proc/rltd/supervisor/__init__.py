@@ -1,0 +1,1 @@
+"""The first process: spawns, watches, drains."""

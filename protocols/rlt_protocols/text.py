@@ -1,0 +1,80 @@
+"""Messages of the token and text streams: engine core -> detokenizer -> frontend."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from rlt_protocols.codec import Decoder
+from rlt_protocols.engine import EngineStats, Route
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+class OpenText(msgspec.Struct, frozen=True, tag="open"):
+    """Announces a request to the detokenizer; always before its first tokens on the same ordered stream."""
+
+    request_id: str
+    route: Route
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    #: the request's min_tokens: stop strings are not looked for before
+    min_tokens: int = 0
+    #: the ids that end the text are hidden from it like special tokens
+    end_token_ids: tuple[int, ...] = ()
+    prompt_tail: tuple[int, ...] = ()
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """New tokens of one request, each with the loops it ran. The last message of a request has a finish reason."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    depths: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    #: what ended the text: a stop token id, None for the model's own end
+    stop_reason: int | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+
+
+class CloseText(msgspec.Struct, frozen=True, tag="close"):
+    """The request was aborted: forget it without a final event."""
+
+    request_id: str
+
+
+class TokenBatch(msgspec.Struct, frozen=True, tag="batch"):
+    """What one tick produced."""
+
+    engine: int
+    items: tuple[OpenText | Tokens | CloseText, ...]
+
+
+detokenizer_inbox: Decoder[TokenBatch] = Decoder(TokenBatch)
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag="delta"):
+    """New text of one request; the last one has a finish reason (the one final event) and the totals.
+
+    `token_ids` and `depths` are the tokens consumed since the last delta, also when `text` is held back.
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    depths: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+
+
+class TextBatch(msgspec.Struct, frozen=True, tag="text"):
+    items: tuple[TextDelta, ...]
+
+
+FrontendInbox = TextBatch | EngineStats
+frontend_inbox: Decoder[FrontendInbox] = Decoder(FrontendInbox)

@@ -1,0 +1,1 @@
+"""Attention back ends over paged key/value storage."""

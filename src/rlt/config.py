@@ -1,0 +1,255 @@
+"""The configuration tree, read from TOML, `--set` overrides and Python dicts, and checked as a whole.
+
+Every problem is collected and reported at once, with the file's line and the nearest valid key. A key exists here
+only when it does something.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. `problems` has one line per mistake."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def _at_least(low: float, high: float | None = None) -> dict[str, Any]:
+    return {"low": low, "high": high}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    port: int = field(default=8000, metadata=_at_least(0, 65535))
+    max_body_bytes: int = field(default=4 << 20, metadata=_at_least(1024))
+    #: requests accepted and not finished; more are answered with 429
+    max_queue: int = field(default=1024, metadata=_at_least(1))
+    drain_timeout_s: float = field(default=30.0, metadata=_at_least(0))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    #: a built-in model's name, a directory, or a Hub id
+    path: str = "tiny-ouro"
+    served_name: str | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    revision: str | None = None
+    max_model_len: int | None = field(default=None, metadata=_at_least(2))
+    #: a file with a Jinja chat template that replaces the checkpoint's
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    #: "cpu", "cuda", "cuda:1"; None takes the first GPU, or the CPU where there is none
+    device: str | None = None
+    max_seqs: int = field(default=64, metadata=_at_least(1, 4096))
+    #: rows of one tick (decode rows first, prompt rows fill the rest)
+    max_tick_tokens: int = field(default=512, metadata=_at_least(1))
+    #: prompt tokens of one chunk
+    prefill_chunk: int = field(default=256, metadata=_at_least(1))
+    attention: Literal["auto", "torch"] = "auto"
+    #: CPU threads of the engine; None lets torch decide
+    cpu_threads: int | None = field(default=None, metadata=_at_least(1))
+
+
+@dataclass(frozen=True, slots=True)
+class KvConfig:
+    layout: Literal["last_exited"] = "last_exited"
+    page_size: int = field(default=16, metadata=_at_least(1, 1024))
+    #: size of the cache: in pages, or in bytes, or as a share of the free memory; pages win over bytes
+    pages: int | None = field(default=None, metadata=_at_least(1))
+    bytes: int | None = field(default=None, metadata=_at_least(1))
+    memory_fraction: float | None = field(default=None, metadata=_at_least(0.01, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class ExitConfig:
+    rule: Literal["ouro"] = "ouro"
+    min_loops: int = field(default=1, metadata=_at_least(1))
+    #: None: the checkpoint's number of loops
+    max_loops: int | None = field(default=None, metadata=_at_least(1))
+    #: None: the checkpoint's threshold; 1 or more switches early exit off
+    threshold: float | None = field(default=None, metadata=_at_least(0))
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    server: ServerConfig = ServerConfig()
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    kv: KvConfig = KvConfig()
+    exit: ExitConfig = ExitConfig()
+    log: LogConfig = LogConfig()
+
+
+SECTIONS: dict[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Config)}
+
+
+def load_config(
+    path: Path | None = None,
+    *,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    assignments: typing.Sequence[str] = (),
+) -> Config:
+    """Read and check a configuration.
+
+    `path` is a TOML file; `overrides` is a nested dict of the same shape; `assignments` are `section.key=value`
+    strings whose values are TOML literals (a bare word is a string). Later sources win. Raises `ConfigError` with
+    every problem found.
+    """
+    problems: list[str] = []
+    sources: list[tuple[Mapping[str, Any], str, str]] = []
+    if path is not None:
+        sources.append((*_read_toml(path), str(path)))
+    if overrides is not None:
+        sources.append((overrides, "", "config"))
+    for text in assignments:
+        tree = _parse_assignment(text, problems)
+        if tree is not None:
+            sources.append((tree, "", f"--set {text}"))
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for tree, toml_text, origin in sources:
+        _merge(tree, toml_text, origin, values, problems)
+    if problems:
+        raise ConfigError(problems)
+    config = Config(**{name: cls(**values[name]) for name, cls in SECTIONS.items()})
+    _check_together(config, problems)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _read_toml(path: Path) -> tuple[dict[str, Any], str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text), text
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: is not UTF-8 text"]) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f"{path}: is not valid TOML: {error}"]) from error
+
+
+def _parse_assignment(text: str, problems: list[str]) -> dict[str, Any] | None:
+    key, equals, literal = text.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not equals or not dot or not name:
+        problems.append(f"--set {text}: expected section.key=value")
+        return None
+    try:
+        value = tomllib.loads(f"value = {literal}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = literal.strip()
+    return {section: {name: value}}
+
+
+def _merge(
+    tree: Mapping[str, Any], toml_text: str, origin: str, values: dict[str, dict[str, Any]], problems: list[str]
+) -> None:
+    for section, entries in tree.items():
+        cls = SECTIONS.get(section)
+        where = _where(origin, toml_text, section, None)
+        if cls is None:
+            problems.append(f"{where}: unknown section [{section}]{_nearest(section, SECTIONS)}")
+            continue
+        if not isinstance(entries, Mapping):
+            problems.append(f"{where}: [{section}] must be a table")
+            continue
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        hints = typing.get_type_hints(cls)
+        for name, value in entries.items():
+            where = _where(origin, toml_text, section, name)
+            if name not in fields:
+                problems.append(f"{where}: unknown key {section}.{name}{_nearest(name, fields)}")
+                continue
+            problem = _check_value(value, hints[name], fields[name].metadata)
+            if problem:
+                problems.append(f"{where}: {section}.{name} {problem}")
+                continue
+            values[section][name] = float(value) if hints[name] in (float, float | None) and value is not None else value
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+
+
+def _where(origin: str, toml_text: str, section: str, key: str | None) -> str:
+    """`file:line` of a key, found by reading the text, since tomllib keeps no positions."""
+    if not toml_text:
+        return origin
+    current = ""
+    for number, line in enumerate(toml_text.splitlines(), 1):
+        header = re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line)
+        if header:
+            current = header.group(1).strip("\"'")
+            if key is None and current == section:
+                return f"{origin}:{number}"
+            continue
+        name = re.match(r"\s*([A-Za-z0-9_.\"'-]+)\s*=", line)
+        if name is None:
+            continue
+        full = name.group(1).replace('"', "").replace("'", "")
+        path = f"{current}.{full}" if current else full
+        if path == f"{section}.{key}" or (key is None and path.split(".")[0] == section) or path == section:
+            return f"{origin}:{number}"
+    return origin
+
+
+def _check_value(value: Any, hint: Any, bounds: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with `value` for a field of type `hint`, or None."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            choices = typing.get_args(option)
+            return None if value in choices else f"must be one of {', '.join(map(repr, choices))}, got {value!r}"
+        if option is type(None):
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        accepted = number if option is float else isinstance(value, option) and not (option is int and value is True)
+        if option is int and isinstance(value, bool):
+            accepted = False
+        if not accepted:
+            names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+            return f"must be {names.get(option, option.__name__)}, got {value!r}"
+        low, high = bounds.get("low"), bounds.get("high")
+        if number and low is not None and not (low <= value and (high is None or value <= high)):
+            limits = f"at least {low}" if high is None else f"between {low} and {high}"
+            return f"must be {limits}, got {value}"
+    return None
+
+
+def _check_together(config: Config, problems: list[str]) -> None:
+    if config.engine.max_tick_tokens < config.engine.max_seqs:
+        problems.append(
+            f"engine.max_tick_tokens ({config.engine.max_tick_tokens}) must be at least engine.max_seqs "
+            f"({config.engine.max_seqs}): every running request may need one row of a tick"
+        )
+    if config.exit.max_loops is not None and config.exit.min_loops > config.exit.max_loops:
+        problems.append(f"exit.min_loops ({config.exit.min_loops}) is greater than exit.max_loops ({config.exit.max_loops})")
+    device = config.engine.device
+    if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        problems.append(f"engine.device must be cpu, cuda or cuda:<index>, got {device!r}")

@@ -1,0 +1,1 @@
+"""Exit rules: when a token has looped enough."""

@@ -1,0 +1,1 @@
+"""Running a planned tick on a device."""

@@ -1,0 +1,1 @@
+"""Paged key/value storage by (request, plane)."""

@@ -1,0 +1,1 @@
+"""Model families: maths, tensor names, checkpoint reading."""

@@ -1,0 +1,1 @@
+"""Requests, scheduling and tick plans; no torch here."""
