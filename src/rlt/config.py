@@ -17,13 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union
 
-
-class ConfigError(Exception):
-    """The configuration cannot be used. `problems` has one line per mistake."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+from rlt.errors import ConfigError
 
 
 def _at_least(low: float, high: float | None = None) -> dict[str, Any]:

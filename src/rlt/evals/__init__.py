@@ -1,0 +1,1 @@
+"""Tasks with checkable answers, and the measurements made with them."""

@@ -1,0 +1,34 @@
+"""What a checkpoint's config.json says, as one typed value per family. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The shape of a looped model and the defaults that its files give."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    loops: int
+    rope_theta: float
+    norm_eps: float
+    max_positions: int
+    exit_threshold: float
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+    #: dtype on disk as config.json names it
+    dtype: str
+    #: sampling defaults of generation_config.json
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
