@@ -34,7 +34,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The hello was not accepted; the child prints `reason` and exits."""
+    """The hello was not accepted; the child leaves and the supervisor shows `reason`."""
 
     reason: str
 
@@ -43,6 +43,15 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The child's inbox is bound and it can serve. Engines say what they serve."""
 
     info: ModelInfo | None = None
+    #: where an engine computes, e.g. "cuda:0"; shown to the user
+    device: str = ""
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """How far a child's start is: `fraction` (0..1) of `stage` is done."""
+
+    stage: str
+    fraction: float
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
@@ -90,7 +99,7 @@ class StatusReply(msgspec.Struct, frozen=True, tag="status"):
     values: dict[str, float | str | dict[str, float]]
 
 
-FromChild = Hello | Ready | Fatal | Drained | StatusReply
+FromChild = Hello | Ready | Progress | Fatal | Drained | StatusReply
 ToChild = Welcome | Refused | PeerUp | PeerDown | Drain | Stop | StatusQuery
 from_child: Decoder[FromChild] = Decoder(FromChild)
 to_child: Decoder[ToChild] = Decoder(ToChild)

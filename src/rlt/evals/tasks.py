@@ -18,10 +18,13 @@ from typing import Final, Literal
 Split = Literal["train", "heldout"]
 Message = dict[str, str]
 
-NAMES: Final = (
-    "Ann Ben Carl Dora Emma Finn Gail Hugo Ida Jack Kate Liam Mia Nora Oscar Paul Rosa Sam Tina Una Vera Will Yara Zoe"
-).split()
-ITEMS: Final = "apples books coins cards pens shells stamps stones eggs cups".split()
+# fmt: off
+NAMES: Final = [
+    "Ann", "Ben", "Carl", "Dora", "Emma", "Finn", "Gail", "Hugo", "Ida", "Jack", "Kate", "Liam",
+    "Mia", "Nora", "Oscar", "Paul", "Rosa", "Sam", "Tina", "Una", "Vera", "Will", "Yara", "Zoe",
+]
+ITEMS: Final = ["apples", "books", "coins", "cards", "pens", "shells", "stamps", "stones", "eggs", "cups"]
+# fmt: on
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 SYSTEM_PROMPTS: Final = (
     "You are a helpful assistant.",

@@ -1,0 +1,167 @@
+"""The engine: plan a tick, run it, apply what it did. The daemon's engine core and `rlt.LLM` both drive this object."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from rlt.attention.interface import KvPool
+from rlt.attention.torch_reference import TorchAttention
+from rlt.config import Config
+from rlt.errors import ConfigError, ModelError
+from rlt.exec.memory import plan_pages
+from rlt.exec.runner import Runner
+from rlt.exec.slots import Slots
+from rlt.kv.pages import PagePool
+from rlt.models.directory import resolve_model
+from rlt.models.registry import load_model
+from rlt.models.spec import ModelSpec, read_spec
+from rlt.sched.scheduler import Scheduler
+from rlt_protocols.engine import EngineStats
+from rlt_protocols.params import ModelInfo, ResolvedParams, check_token_ids
+from rlt_protocols.text import Tokens
+
+Progress = Callable[[str, float], None]
+
+
+class Engine:
+    """One model on one device, and the requests it is working on. Not thread-safe: one thread drives it.
+
+    Raises `ConfigError`, `ModelError` or `MemoryPlanError` when it cannot be built. `progress` is called with a
+    text and a share from 0 to 1 while it loads.
+    """
+
+    def __init__(self, config: Config, progress: Progress | None = None) -> None:
+        if config.engine.cpu_threads is not None:
+            torch.set_num_threads(config.engine.cpu_threads)
+        directory = resolve_model(config.model.path, config.model.revision)
+        spec = read_spec(directory)
+        device = choose_device(config.engine.device)
+        dtype = choose_dtype(config.model.dtype, device)
+        model = load_model(directory, spec, dtype=dtype, device=device, progress=progress)
+        size = config.kv.page_size
+        pages = plan_pages(config.kv, spec, dtype, device)
+        self.info = _model_info(config, spec, directory, pages)
+        kv = KvPool(
+            layers=spec.layers,
+            pages=pages,
+            page_size=size,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        engine = config.engine
+        self.runner = Runner(
+            model=model,
+            pool=kv,
+            attention=TorchAttention(kv),
+            slots=Slots(engine.max_seqs, spec.loops, -(-self.info.max_model_len // size), device),
+            prompt_rows=engine.max_tick_tokens,
+        )
+        self.scheduler = Scheduler(
+            pool=PagePool(pages),
+            page_size=size,
+            max_seqs=engine.max_seqs,
+            max_tick_tokens=engine.max_tick_tokens,
+            prefill_chunk=engine.prefill_chunk,
+        )
+        self._ticks = 0
+        self._rows = {"decode": 0, "prefill": 0}
+        self._tick_seconds: list[float] = []
+        self._tokens = 0
+        self._token_loops = 0
+
+    def add(self, request_id: str, prompt: list[int], params: ResolvedParams) -> None:
+        """Queue a request. `params` come from `rlt_protocols.params.resolve`; a bad token id is a `ParamError`."""
+        check_token_ids("prompt", prompt, self.info.vocab_size)
+        self.scheduler.add(request_id, prompt, params)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request; False when it is not here (any more)."""
+        return self.scheduler.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[Tokens]:
+        """Run one tick and return the tokens it produced; an idle engine does nothing."""
+        plan = self.scheduler.plan()
+        if not plan:
+            return []
+        start = time.perf_counter()
+        outputs = self.scheduler.apply(plan, self.runner.run(plan))
+        self._tick_seconds.append(time.perf_counter() - start)
+        self._ticks += 1
+        self._rows["decode"] += len(plan.decode)
+        self._rows["prefill"] += plan.prompt_rows
+        for output in outputs:
+            self._tokens += len(output.token_ids)
+            self._token_loops += sum(output.depths)
+        return outputs
+
+    def stats(self, engine: int = 0) -> EngineStats:
+        """Gauges and counters since the start; `tick_seconds` since the last call."""
+        pool = self.scheduler.pool
+        ticks, self._tick_seconds = tuple(self._tick_seconds), []
+        return EngineStats(
+            engine=engine,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_pages={"free": pool.free, "used": pool.used},
+            ticks=self._ticks,
+            tick_rows=dict(self._rows),
+            tick_seconds=ticks,
+            tokens=self._tokens,
+            token_loops=self._token_loops,
+        )
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device that `engine.device` means; None is the first GPU, or the CPU where there is none."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError([f"engine.device {name!r}: this machine has {torch.cuda.device_count()} GPUs that torch can use"])
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on a CPU, where small models run faster in it."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def _model_info(config: Config, spec: ModelSpec, directory: Path, pages: int) -> ModelInfo:
+    """The limits and defaults that requests are checked against, from the configuration and the checkpoint."""
+    max_len, exits = config.model.max_model_len or spec.max_positions, config.exit
+    problems = []
+    if max_len > spec.max_positions:
+        problems.append(f"model.max_model_len {max_len} is more than the model's {spec.max_positions} positions")
+    for key, loops in (("exit.min_loops", exits.min_loops), ("exit.max_loops", exits.max_loops or 1)):
+        if loops > spec.loops:
+            problems.append(f"{key} {loops} is more than the model's {spec.loops} loops")
+    if problems:
+        raise ConfigError(problems)
+    return ModelInfo(
+        name=config.model.served_name or directory.name,
+        family=spec.family,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_len,
+        loops=spec.loops,
+        min_loops=exits.min_loops,
+        max_loops=exits.max_loops or spec.loops,
+        exit_threshold=spec.exit_threshold if exits.threshold is None else exits.threshold,
+        eos_token_ids=spec.eos_token_ids,
+        temperature=spec.temperature,
+        top_p=spec.top_p,
+        top_k=spec.top_k,
+        min_p=spec.min_p,
+        kv_tokens=pages // spec.loops * config.kv.page_size,
+    )

@@ -1,0 +1,49 @@
+"""How many pages the key/value cache gets."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from rlt.config import KvConfig
+from rlt.errors import MemoryPlanError
+from rlt.models.spec import ModelSpec
+
+#: of a CPU's cache when the configuration names no size; pages that are never used take no memory
+CPU_DEFAULT_BYTES = 1 << 29
+GPU_DEFAULT_FRACTION = 0.9
+
+
+def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page: keys and values of `page_size` positions in all layers."""
+    return 2 * spec.layers * page_size * spec.kv_heads * spec.head_dim * dtype.itemsize
+
+
+def plan_pages(kv: KvConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
+    """Number of pages for `kv` on `device`, counted after the weights are loaded.
+
+    Raises `MemoryPlanError` when not even one page per loop fits.
+    """
+    size = page_bytes(spec, kv.page_size, dtype)
+    if kv.pages is not None:
+        pages = kv.pages
+    elif kv.bytes is not None:
+        pages = kv.bytes // size
+    else:
+        pages = _default_bytes(kv.memory_fraction, device) // size
+    if pages < spec.loops:
+        raise MemoryPlanError(
+            f"the KV cache gets {pages} pages of {size} bytes; at least {spec.loops} are needed, one per loop "
+            "(raise kv.pages, kv.bytes or kv.memory_fraction)"
+        )
+    return pages
+
+
+def _default_bytes(fraction: float | None, device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * (GPU_DEFAULT_FRACTION if fraction is None else fraction))
+    if fraction is None:
+        return CPU_DEFAULT_BYTES
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * fraction)
