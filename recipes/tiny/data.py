@@ -1,6 +1,7 @@
 """Training batches (rows packed with documents of the train split) and padded evaluation batches."""
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
@@ -14,6 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tokenizer import END_OF_TEXT, SPECIALS, chat_text
+
+# The workers are the parallelism.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Longer rows in every fourth batch: several turns, many questions and far positions are then nothing new.
 ROW_TOKENS = (256, 256, 256, 1024)
@@ -75,33 +79,31 @@ class Stream(Dataset[Batch]):
     def __getitem__(self, index: int) -> Batch:
         rng = Random(f"train/{self.seed}/{index}")
         width = ROW_TOKENS[index % len(ROW_TOKENS)]
-        need = self.batch_tokens + width
-        ramp = index / (FULL_LEVELS_AFTER * self.steps)
-        names, weights = zip(*TASK_WEIGHTS.items(), strict=True)
-        tokens: list[int] = []
-        answer: list[bool] = []
-        while len(tokens) < need:
-            documents: list[list[Piece]] = []
-            for _ in range(64):
-                turns = rng.choice((1, 1, 1, 1, 2, 3))
-                drawn = [
-                    sample(task, "train", rng, 2 + math.floor(ramp * (TASKS[task].levels - 1)))
-                    for task in rng.choices(names, weights, k=turns)
-                ]
-                documents.append(document(drawn, rng))
-            pieces = [piece for pieces in documents for piece in pieces]
-            for piece, encoding in zip(
-                pieces, self.tokenizer.encode_batch_fast([p.text for p in pieces]), strict=True
-            ):
-                tokens += encoding.ids
-                answer += [piece.answer] * len(encoding.ids)
-        # A document cut by the end of a row goes on in the next one as text without its question: harmless for
-        # free text, but not for answers, which are therefore not learned after such a cut.
-        ids = np.array(tokens[: self.batch_tokens], dtype=np.int64).reshape(-1, width)
-        mask = np.array(answer[: self.batch_tokens], dtype=bool).reshape(-1, width)
-        starts = np.cumsum(ids == END_OF_TEXT, axis=1) - (ids == END_OF_TEXT)
-        mask[1:] &= starts[1:] > 0
-        return Batch(torch.from_numpy(ids), torch.from_numpy(mask))
+        rows = self.batch_tokens // width
+        growth = index / (FULL_LEVELS_AFTER * self.steps)
+        tokens = np.empty((rows, width + 1), dtype=np.int64)
+        answer = np.empty((rows, width + 1), dtype=bool)
+        row_tokens: list[int] = []
+        row_answer: list[bool] = []
+        row = 0
+        while row < rows:
+            documents = [self._document(rng, growth) for _ in range(64)]
+            encodings = iter(self.tokenizer.encode_batch_fast([p.text for pieces in documents for p in pieces]))
+            for pieces in documents:
+                for piece in pieces:
+                    ids = next(encodings).ids
+                    row_tokens += ids
+                    row_answer += [piece.answer] * len(ids)
+                # Every row begins with a new document, as a request does; the end of its last one is cut off.
+                if len(row_tokens) > width and row < rows:
+                    tokens[row], answer[row] = row_tokens[: width + 1], row_answer[: width + 1]
+                    row, row_tokens, row_answer = row + 1, [], []
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(answer))
+
+    def _document(self, rng: Random, growth: float) -> list[Piece]:
+        tasks = rng.choices(list(TASK_WEIGHTS), list(TASK_WEIGHTS.values()), k=rng.choice((1, 1, 1, 1, 2, 3)))
+        drawn = [sample(task, "train", rng, 2 + math.floor(growth * (TASKS[task].levels - 1))) for task in tasks]
+        return document(drawn, rng)
 
 
 def stream(dataset: Stream, workers: int) -> Iterator[Batch]:

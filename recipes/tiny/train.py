@@ -106,7 +106,8 @@ def train_stage_one(model: Ouro, batches: Iterator[Batch], args: argparse.Namesp
             optimizer.step()
             optimizer.zero_grad()
         if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-            scores = [measure(model, probe, n, 1.0) for n in (1, model.shape.loops)]
+            with torch.compiler.set_stance("force_eager"):
+                scores = [measure(model, probe, n, 1.0) for n in (1, model.shape.loops)]
             parts = {k[5:]: v["exact_match_pct"] for k, v in scores[1]["parts"].items() if k.startswith(("task", "level hops"))}
             print(f"step {step + 1} loss {float(loss):.3f} {time.perf_counter() - start:.0f}s", scores[0]["exact_match_pct"], scores[1]["exact_match_pct"], parts, flush=True)
 
@@ -197,6 +198,7 @@ def main() -> None:
     train_gate(model, batches, args.gate_steps, args.device)
     print("trained", time.perf_counter() - begun, flush=True)
     save_model(model, args.out, 1.0)
+    torch.compiler.set_stance("force_eager")
     validation = full_table(model, heldout_batches(tokenizer, args.per_task // 2, args.seed + 1, device))
     q = recommended_threshold(validation["by_threshold"])
     for k, d in validation.items():

@@ -16,9 +16,20 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from conftest import GOLDEN
 from rlt.errors import ModelError
 from rlt.models import directory
 from rlt.models.directory import resolve_model, weight_files, weight_index
+
+TINY = GOLDEN / "ouro-tiny"
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A copy of the tiny checkpoint's config.json and weights, free to change."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(TINY / name, tmp_path / name)
+    return tmp_path
 
 
 def refusal(path: str, revision: str | None = None) -> str:
@@ -31,10 +42,10 @@ def write_index(folder: Path, weight_map: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def test_a_directory_is_itself(tiny: Path) -> None:
-    assert resolve_model(str(tiny)) == tiny
-    assert weight_files(tiny) == [tiny / "model.safetensors"]
-    assert weight_index(tiny) == {}
+def test_a_directory_is_itself() -> None:
+    assert resolve_model(str(TINY)) == TINY
+    assert weight_files(TINY) == [TINY / "model.safetensors"]
+    assert weight_index(TINY) == {}
 
 
 def test_a_built_in_name_is_a_folder_of_the_package(monkeypatch: pytest.MonkeyPatch, broken: Path) -> None:
@@ -47,9 +58,9 @@ def test_a_built_in_name_is_a_folder_of_the_package(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_a_revision_of_a_directory_is_refused(tiny: Path) -> None:
-    assert refusal(str(tiny), "main") == (
-        f"{tiny}: is a local directory, so revision 'main' means nothing; leave model.revision out"
+def test_a_revision_of_a_directory_is_refused() -> None:
+    assert refusal(str(TINY), "main") == (
+        f"{TINY}: is a local directory, so revision 'main' means nothing; leave model.revision out"
     )
 
 
@@ -66,8 +77,8 @@ def test_a_directory_without_weights_is_refused(broken: Path) -> None:
     assert refusal(str(broken)) == f"{line}; pytorch_model.bin is not read: convert it to safetensors"
 
 
-def test_a_file_is_not_a_directory(tiny: Path) -> None:
-    path = tiny / "model.safetensors"
+def test_a_file_is_not_a_directory() -> None:
+    path = TINY / "model.safetensors"
     assert refusal(str(path)) == f"{path}: is a file; name the directory that holds config.json and the weights"
 
 
@@ -113,15 +124,15 @@ class TestIndex:
 
 
 class TestHub:
-    def test_fetches_only_what_is_needed(self, monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    def test_fetches_only_what_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[tuple[str, dict[str, Any]]] = []
 
         def download(repo: str, **options: Any) -> str:
             calls.append((repo, options))
-            return str(tiny)
+            return str(TINY)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        assert resolve_model("org/name", "v1") == tiny
+        assert resolve_model("org/name", "v1") == TINY
         patterns = ["*.json", "*.safetensors", "*.model", "*.jinja"]
         assert calls == [("org/name", {"revision": "v1", "allow_patterns": patterns})]
 

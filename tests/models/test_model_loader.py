@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conftest import GOLDEN
 from rlt.errors import ModelError
 from rlt.models.loader import checkpoint_bytes, fingerprint, load_tensors
 
@@ -192,7 +193,8 @@ class TestFingerprint:
             fingerprint(checkpoint)
 
 
-def test_the_golden_checkpoint_loads(tiny: Path) -> None:
+def test_the_golden_checkpoint_loads() -> None:
+    tiny = GOLDEN / "ouro-tiny"
     stored = load_file(tiny / "model.safetensors")
     expected = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     loaded = load_tensors(tiny, expected, dtype=torch.float32, device=CPU)

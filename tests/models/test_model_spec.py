@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conftest import GOLDEN
 from rlt.errors import ModelError
 from rlt.models.spec import ModelSpec, read_spec
 
 Edit = Callable[..., Path]
+TINY = GOLDEN / "ouro-tiny"
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A copy of the tiny checkpoint's config.json and weights, free to change."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(TINY / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.fixture
+def edit(broken: Path) -> Edit:
+    """Set and drop keys of a JSON file in `broken`, made if it is not there; gives the directory back."""
+
+    def change(file: str = "config.json", *, drop: tuple[str, ...] = (), **values: Any) -> Path:
+        path = broken / file
+        data = json.loads(path.read_text()) if path.exists() else {}
+        data.update(values)
+        for key in drop:
+            del data[key]
+        path.write_text(json.dumps(data))
+        return broken
+
+    return change
 
 
 def lines(directory: Path) -> list[str]:
@@ -22,8 +49,8 @@ def lines(directory: Path) -> list[str]:
     return str(caught.value).replace(f"{directory}/", "").split("\n")
 
 
-def test_a_published_config_is_read_whole(tiny: Path) -> None:
-    assert read_spec(tiny) == ModelSpec(
+def test_a_published_config_is_read_whole() -> None:
+    assert read_spec(TINY) == ModelSpec(
         family="ouro",
         vocab_size=256,
         hidden_size=64,
@@ -239,7 +266,7 @@ class TestEndIds:
         ]
 
 
-CONFIG = json.loads((Path(__file__).parents[1] / "data/golden/ouro-tiny/config.json").read_text())
+CONFIG = json.loads((TINY / "config.json").read_text())
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -47,8 +47,8 @@ class TorchAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self._pool.flat_keys[layer], self._pool.flat_values[layer]
-        keys[self._batch.write] = key
-        values[self._batch.write] = value
+        keys.index_copy_(0, self._batch.write, key)
+        values.index_copy_(0, self._batch.write, value)
         grouped = query.shape[1] != key.shape[1]
         out = torch.empty_like(query)
         decode_rows = len(self._batch.lengths)
@@ -56,8 +56,8 @@ class TorchAttention:
             # [rows, heads, 1, head_dim] against [rows, kv_heads, longest, head_dim]
             out[:decode_rows] = scaled_dot_product_attention(
                 query[:decode_rows, :, None],
-                keys[self._decode_index].transpose(1, 2),
-                values[self._decode_index].transpose(1, 2),
+                _gather(keys, self._decode_index).transpose(1, 2),
+                _gather(values, self._decode_index).transpose(1, 2),
                 attn_mask=self._decode_mask,
                 enable_gqa=grouped,
             )[:, :, 0]
@@ -65,10 +65,15 @@ class TorchAttention:
             rows = slice(span.row, span.row + span.count)
             attended = scaled_dot_product_attention(
                 query[rows].transpose(0, 1)[None],
-                keys[index].transpose(0, 1)[None],
-                values[index].transpose(0, 1)[None],
+                keys.index_select(0, index).transpose(0, 1)[None],
+                values.index_select(0, index).transpose(0, 1)[None],
                 attn_mask=mask,
                 enable_gqa=grouped,
             )
             out[rows] = attended[0].transpose(0, 1)
         return out
+
+
+def _gather(source: Tensor, index: Tensor) -> Tensor:
+    """`source[index]` for a 2-D index; index_select is several times faster than advanced indexing on a CPU."""
+    return source.index_select(0, index.flatten()).view(*index.shape, *source.shape[1:])

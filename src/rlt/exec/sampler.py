@@ -39,7 +39,7 @@ def sample(
     if len(plain):
         picked[plain] = _invert(probs[plain], u[plain])
     if len(sorted_):
-        ordered, order = probs[sorted_].sort(-1, descending=True, stable=True)
+        ordered, order = probs[sorted_].sort(dim=-1, descending=True, stable=True)
         kept = _filter(ordered, row["top_k"][sorted_], row["top_p"][sorted_].double(), row["min_p"][sorted_].double())
         rank = _invert(ordered * kept, u[sorted_])
         picked[sorted_] = order.gather(1, rank[:, None])[:, 0]

@@ -76,7 +76,6 @@ class Ouro:
         self._gate_weight = tensors["model.early_exit_gate.weight"].float()
         self._gate_bias = tensors["model.early_exit_gate.bias"].float()
         self._layers = [_layer(tensors, f"model.layers.{index}.") for index in range(spec.layers)]
-        self._queries, self._keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self._cos, self._sin = rope_tables(spec, self._embedding.dtype, self._embedding.device)
 
     @property
@@ -89,17 +88,13 @@ class Ouro:
 
     def core(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One loop over `hidden` [rows, hidden] at `positions` [rows] (which do not change with the loop)."""
-        eps = self.spec.norm_eps
+        spec, eps = self.spec, self.spec.norm_eps
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for index, layer in enumerate(self._layers):
-            normed = rms_norm(hidden, layer.before_attention, eps)
-            query, key, value = linear(normed, layer.qkv).split((self._queries, self._keys, self._keys), dim=-1)
-            attended = attend(
-                index,
-                rotate_halves(self._heads(query), cos, sin),
-                rotate_halves(self._heads(key), cos, sin),
-                self._heads(value),
-            )
+            heads = linear(rms_norm(hidden, layer.before_attention, eps), layer.qkv).unflatten(-1, (-1, spec.head_dim))
+            rotated = rotate_halves(heads[:, : spec.heads + spec.kv_heads], cos, sin)
+            query, key = rotated[:, : spec.heads], rotated[:, spec.heads :]
+            attended = attend(index, query, key, heads[:, spec.heads + spec.kv_heads :])
             hidden = hidden + rms_norm(linear(attended.flatten(1), layer.out), layer.after_attention, eps)
             gate, up = linear(rms_norm(hidden, layer.before_mlp, eps), layer.gate_up).chunk(2, dim=-1)
             hidden = hidden + rms_norm(linear(silu(gate) * up, layer.down), layer.after_mlp, eps)
@@ -112,9 +107,6 @@ class Ouro:
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocab], float32. The loop's closing norm is already in `hidden`; there is no second one."""
         return linear(hidden, self._head).float()
-
-    def _heads(self, flat: Tensor) -> Tensor:
-        return flat.unflatten(-1, (-1, self.spec.head_dim))
 
 
 def _layer(tensors: Mapping[str, Tensor], prefix: str) -> _Layer:

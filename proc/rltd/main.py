@@ -1,0 +1,109 @@
+"""The `rltd` command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlt.config import Config, load_config
+from rlt.errors import ConfigError, RltError
+
+app = typer.Typer(
+    help="The rlt daemon: serves a looped transformer over HTTP.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file; see docs for the keys.")]
+ModelOption = Annotated[str | None, typer.Option("--model", help="Built-in name, directory or Hub id (model.path).")]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:<index> (engine.device).")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any key.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Log more, and show tracebacks.")]
+
+
+@app.command()
+def start(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on (server.host).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on, 0 for any (server.port).")] = None,
+    device: DeviceOption = None,
+    assignments: SetOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Start the daemon in the foreground."""
+    from rltd.supervisor.main import serve
+
+    flags = {"server": {"host": host, "port": port}, "model": {"path": model}, "engine": {"device": device}}
+    try:
+        code = serve(_load(config, flags, assignments, debug))
+    except RltError as error:
+        code = _explain(error, debug)
+    raise typer.Exit(code)
+
+
+@app.command()
+def check(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    assignments: SetOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Read the configuration and the model's files, print what they mean, start nothing."""
+    from rlt.models.directory import resolve_model
+    from rlt.models.spec import read_spec
+
+    try:
+        resolved = _load(config, {"model": {"path": model}, "engine": {"device": device}}, assignments, debug)
+        directory = resolve_model(resolved.model.path, resolved.model.revision)
+        spec = read_spec(directory)
+    except RltError as error:
+        raise typer.Exit(_explain(error, debug)) from error
+    for section in dataclasses.fields(resolved):
+        _print_section(section.name, getattr(resolved, section.name))
+    print(f"# the model in {directory}")
+    _print_section("facts", spec)
+
+
+def _load(config: Path | None, flags: dict[str, dict[str, Any]], assignments: list[str] | None, debug: bool) -> Config:
+    """Read the configuration; flags are short for keys and win over the file."""
+    overrides = {
+        section: {key: value for key, value in entries.items() if value is not None}
+        for section, entries in flags.items()
+    }
+    extra = ["log.level=debug"] if debug else []
+    return load_config(config, overrides=overrides, assignments=[*(assignments or []), *extra])
+
+
+def _explain(error: RltError, debug: bool) -> int:
+    """Print an error for the user and return the exit code."""
+    if debug:
+        traceback.print_exception(error)
+    for line in error.problems if isinstance(error, ConfigError) else str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _print_section(name: str, values: Any) -> None:
+    """Print a frozen dataclass as a TOML table; a key without a value is decided at the start."""
+    print(f"[{name}]")
+    for key in dataclasses.fields(values):
+        value = getattr(values, key.name)
+        print(f"# {key.name} is chosen at start" if value is None else f"{key.name} = {json.dumps(value)}")
+    print()
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The control socket: answers `rltctl`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Literal
+
+from rlt_protocols import PROTOCOL_VERSION
+from rlt_protocols.codec import ProtocolError, encode
+from rlt_protocols.control import ControlReply, ControlRequest, ProcessStatus, control_request
+from rltd.link.framing import FramingError, frame, read_frame_async
+from rltd.supervisor.child import Values
+from rltd.supervisor.run_dir import control_path
+from rltd.supervisor.supervisor import Ending, Slot, Supervisor
+
+#: How long a client may take to send its request.
+REQUEST_S = 5.0
+#: How long replies under way may take when the daemon ends.
+CLOSE_S = 1.0
+
+
+class ControlServer:
+    """Serves one request per connection on `control.sock`, which only this user can open."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._handlers: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> ControlServer:
+        path = control_path(self._supervisor.run_dir)
+        self._server = await asyncio.start_unix_server(self._on_connection, path)
+        path.chmod(0o600)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        if self._handlers:
+            _, late = await asyncio.wait(self._handlers, timeout=CLOSE_S)
+            for handler in late:
+                handler.cancel()
+
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handler = asyncio.current_task()
+        assert handler is not None
+        self._handlers.add(handler)
+        try:
+            reply = await self._answer(reader)
+            writer.write(frame(encode(reply)))
+            await writer.drain()
+        except (TimeoutError, ConnectionError):
+            pass  # a client that says nothing or has left
+        finally:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            self._handlers.discard(handler)
+
+    async def _answer(self, reader: asyncio.StreamReader) -> ControlReply:
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                data = await read_frame_async(reader)
+            request = control_request.decode(data or b"")
+        except (FramingError, ProtocolError) as error:
+            return ControlReply(ok=False, message=f"not a control request: {error}")
+        if request.protocol != PROTOCOL_VERSION:
+            versions = f"rltctl speaks protocol {request.protocol}, the daemon {PROTOCOL_VERSION}"
+            return ControlReply(ok=False, message=f"{versions}; use the rltctl of the daemon's installation")
+        return await (self._status() if request.command == "status" else self._drain(request))
+
+    async def _drain(self, request: ControlRequest) -> ControlReply:
+        supervisor = self._supervisor
+        limit_s = supervisor.config.server.drain_timeout_s if request.timeout_s is None else request.timeout_s
+        if supervisor.is_ending:
+            return ControlReply(ok=False, message="rltd is already ending")
+        supervisor.end(Ending(0, limit_s))
+        await supervisor.drained.wait()
+        return ControlReply(ok=True, message="drained; rltd stops")
+
+    async def _status(self) -> ControlReply:
+        supervisor = self._supervisor
+        children = supervisor.ready_children()
+        answers = await asyncio.gather(*(child.ask(supervisor.limits.status_s) for child in children))
+        engines = [a for child, a in zip(children, answers, strict=True) if child.peer.role == "engine" and a]
+        tokens = sum(_number(engine, "tokens") for engine in engines)
+        loops = sum(_number(engine, "token_loops") for engine in engines)
+        return ControlReply(
+            ok=True,
+            processes=tuple(self._process(slot) for slot in supervisor.slots),
+            requests={key: int(sum(_number(engine, key) for engine in engines)) for key in ("running", "waiting")},
+            kv=_sum_pages(engines),
+            loops_per_token=loops / tokens if tokens else None,
+        )
+
+    def _process(self, slot: Slot) -> ProcessStatus:
+        state: Literal["starting", "ready", "down", "draining"]
+        if slot.child is None or slot.child.exited.is_set():
+            state = "down"
+        elif not slot.child.is_ready:
+            state = "starting"
+        else:
+            state = "draining" if self._supervisor.is_ending else "ready"
+        return ProcessStatus(slot.role, slot.child.pid if slot.child is not None else 0, state, slot.generation)
+
+
+def _number(values: Values, key: str) -> float:
+    value = values.get(key, 0)
+    return value if isinstance(value, int | float) else 0
+
+
+def _sum_pages(engines: list[Values]) -> dict[str, int]:
+    pages: dict[str, int] = {}
+    for engine in engines:
+        kv = engine.get("kv")
+        if isinstance(kv, Mapping):
+            for state, count in kv.items():
+                pages[state] = pages.get(state, 0) + int(count)
+    return pages

@@ -1,0 +1,43 @@
+"""Runs the daemon from its configuration to its exit code: sockets and directories first, then the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+
+from rlt.config import Config
+from rltd.supervisor import banner
+from rltd.supervisor.control_server import ControlServer
+from rltd.supervisor.listen import bind_http, url_of
+from rltd.supervisor.notify import Notifier
+from rltd.supervisor.output import Printer
+from rltd.supervisor.restart import Limits
+from rltd.supervisor.run_dir import create_run_dir
+from rltd.supervisor.supervisor import COMMANDS, Commands, Supervisor
+
+
+def serve(config: Config, *, commands: Commands = COMMANDS, limits: Limits = Limits()) -> int:  # noqa: B008 (frozen)
+    """Run the daemon in the foreground and return its exit code.
+
+    Raises `ConfigError` when the HTTP address cannot be bound and `RunDirError` when there is no private directory;
+    nothing has been started then.
+    """
+    with bind_http(config.server.host, config.server.port) as http:
+        run_dir = create_run_dir()
+        printer = Printer(json_lines=config.log.format == "json")
+        notifier = Notifier.from_environment()
+        try:
+            url = url_of(http)
+            for line in banner.starting(config.model.path, url):
+                printer.say(line)
+            supervisor = Supervisor(config, http, url, run_dir, printer, notifier, commands, limits)
+            return asyncio.run(_run(supervisor))
+        finally:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            notifier.close()
+            printer.close()
+
+
+async def _run(supervisor: Supervisor) -> int:
+    async with ControlServer(supervisor):
+        return await supervisor.run()

@@ -1,0 +1,303 @@
+"""Starts the other processes, watches them, restarts them and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from rlt import __version__
+from rlt.config import Config
+from rlt_protocols import PROTOCOL_VERSION
+from rlt_protocols.control import (
+    Drain,
+    Drained,
+    Fatal,
+    FromChild,
+    Hello,
+    PeerDown,
+    PeerUp,
+    Progress,
+    Ready,
+    Refused,
+    Role,
+    Stop,
+    ToChild,
+    Welcome,
+)
+from rltd.link.address import Peer, inbox_path
+from rltd.supervisor import banner
+from rltd.supervisor.child import Child
+from rltd.supervisor.notify import Notifier
+from rltd.supervisor.output import Printer
+from rltd.supervisor.restart import Backoff, Limits
+
+Commands = Mapping[Role, Sequence[str]]
+
+#: How each process is started. The order is that of `rltctl status`.
+COMMANDS: Commands = {
+    "frontend": (sys.executable, "-m", "rltd.frontend.main"),
+    "engine": (sys.executable, "-m", "rltd.engine_core.main"),
+    "detokenizer": (sys.executable, "-m", "rltd.detokenizer.main"),
+}
+
+
+@dataclass(slots=True)
+class Slot:
+    """A process that the daemon keeps running, over all its lives."""
+
+    role: Role
+    index: int
+    backoff: Backoff
+    generation: int = 0
+    child: Child | None = None
+    #: some life of it was ready once
+    was_ready: bool = False
+
+    @property
+    def ready_child(self) -> Child | None:
+        return self.child if self.child is not None and self.child.is_ready else None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why and how the daemon ends. Without `drain_s` it stops at once."""
+
+    code: int
+    drain_s: float | None = None
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """One daemon. `run` returns its exit code and leaves no process behind; the run directory is the caller's."""
+
+    config: Config
+    http: socket.socket
+    url: str
+    run_dir: Path
+    printer: Printer
+    notifier: Notifier
+    commands: Commands = field(default_factory=lambda: COMMANDS)
+    limits: Limits = Limits()
+    slots: list[Slot] = field(init=False)
+    drained: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _ending: asyncio.Future[Ending] = field(init=False)
+    _abandoned: asyncio.Future[int] = field(init=False)
+    _started_at_s: float = field(init=False)
+    _was_ready: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.slots = [Slot(role, 0, Backoff(self.limits)) for role in self.commands]
+
+    async def run(self) -> int:
+        """Run until a signal, a drain or a failure ends the daemon."""
+        loop = asyncio.get_running_loop()
+        self._started_at_s = time.monotonic()
+        self._ending, self._abandoned = loop.create_future(), loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        async with asyncio.TaskGroup() as group:
+            for slot in self.slots:
+                group.create_task(self._keep(slot))
+            watchdog = group.create_task(self._feed_watchdog())
+            ending = await self._ending
+            self.notifier.send("STOPPING=1", "STATUS=stopping")
+            code = await self._end(ending)
+            watchdog.cancel()
+        return code
+
+    @property
+    def is_ending(self) -> bool:
+        return self._ending.done()
+
+    def end(self, ending: Ending) -> None:
+        """Begin to end the daemon; the first reason counts."""
+        if not self._ending.done():
+            self._ending.set_result(ending)
+
+    def fail(self, message: str, code: int) -> None:
+        """Give up: tell the user why, once, and end with `code`."""
+        if not self._ending.done():
+            for line in message.splitlines():
+                self.printer.say(f"error: {line}", level="error")
+            self.end(Ending(code))
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if not self._ending.done():
+            limit_s = self.config.server.drain_timeout_s
+            self.printer.say(
+                f"{number.name}: finishing running requests (at most {limit_s:g} s); again to stop at once"
+            )
+            self.end(Ending(0, limit_s))
+        elif not self._abandoned.done():
+            self._abandoned.set_result(128 + number)
+
+    async def _keep(self, slot: Slot) -> None:
+        """Start the slot's process again and again until the daemon ends or gives up on it."""
+        while not self._ending.done():
+            try:
+                command = self.commands[slot.role]
+                child = Child.spawn(
+                    Peer(slot.role, slot.index, slot.generation),
+                    command,
+                    self.http if slot.role == "frontend" else None,
+                )
+            except OSError as error:
+                self.fail(f"the {slot.role} cannot be started: {error}", 1)
+                return
+            slot.child = child
+            await child.run(
+                lambda message, c=child: self._on_message(slot, c, message),  # type: ignore[misc]
+                lambda c=child: self._on_death(c),  # type: ignore[misc]
+                self.printer,
+                self.limits,
+            )
+            if self._ending.done():
+                return
+            delay_s = self._after_death(slot, child)
+            if delay_s is None:
+                return
+            await asyncio.wait({self._ending}, timeout=delay_s)
+            slot.generation += 1
+
+    def _on_death(self, child: Child) -> None:
+        """First of all let the others know, so that they can end the requests that went through the dead process."""
+        peer = child.peer
+        if child.ready_at_s is not None:
+            self._broadcast(PeerDown(peer.role, peer.index, peer.generation))
+        inbox_path(self.run_dir, peer).unlink(missing_ok=True)
+
+    def _after_death(self, slot: Slot, child: Child) -> float | None:
+        """Return the pause before the next start; None when the daemon ends instead."""
+        text, usage = child.failure or ("", False)
+        if usage or (text and not slot.was_ready):
+            self.fail(text, 2 if usage else 1)
+            return None
+        what = f"the {slot.role} (pid {child.pid}) {child.cause}"
+        if not slot.was_ready and not child.was_signalled:
+            self.fail(f"{what} before it was ready", 1)
+            return None
+        delay_s = slot.backoff.after_death(child.ready_s)
+        if delay_s is None:
+            self.fail(f"{what}, after {self.limits.restarts} restarts in a row; giving up", 1)
+            return None
+        self.notifier.send(f"STATUS=restarting the {slot.role}")
+        reason = f": {text}" if text else ""
+        self.printer.say(f"{what}{reason}; restarting it in {delay_s:g} s", level="error")
+        return delay_s
+
+    def _on_message(self, slot: Slot, child: Child, message: FromChild) -> None:
+        match message:
+            case Hello():
+                self._welcome(slot, child, message)
+            case Ready(info, device):
+                child.info, child.device = info, device
+                child.ready_at_s = time.monotonic()
+                slot.was_ready = True
+                self._introduce(child)
+                if all(s.ready_child for s in self.slots):
+                    self._on_all_ready()
+            case Progress(stage, fraction):
+                self.notifier.send(f"STATUS={stage} ({fraction:.0%})")
+            case Fatal(text, usage):
+                child.failure = (text, usage)
+            case Drained():
+                child.drained.set()
+
+    def _welcome(self, slot: Slot, child: Child, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL_VERSION or hello.version != __version__:
+            reason = (
+                f"the {slot.role} process is rlt {hello.version} with protocol {hello.protocol}, the supervisor is rlt "
+                f"{__version__} with protocol {PROTOCOL_VERSION}; install one version and start again"
+            )
+            child.send(Refused(reason))
+            self.fail(reason, 1)
+            return
+        config = msgspec.msgpack.encode(self.config)
+        child.send(Welcome(PROTOCOL_VERSION, slot.role, slot.index, slot.generation, str(self.run_dir), config))
+
+    def _introduce(self, child: Child) -> None:
+        """Tell the ready processes about `child`, and `child` about them."""
+        peer = child.peer
+        self._broadcast(PeerUp(peer.role, peer.index, peer.generation, child.info), but=child)
+        for other in self.ready_children():
+            if other is not child:
+                child.send(PeerUp(other.peer.role, other.peer.index, other.peer.generation, other.info))
+
+    def _on_all_ready(self) -> None:
+        self.notifier.send("READY=1", f"STATUS=serving {self.url}")
+        if self._was_ready:
+            self.printer.say("all processes are ready again")
+            return
+        self._was_ready = True
+        engine = next(c for c in self.ready_children() if c.peer.role == "engine")
+        name = engine.info.name if engine.info is not None else self.config.model.path
+        for line in banner.ready(name, engine.device, self.url, time.monotonic() - self._started_at_s):
+            self.printer.say(line)
+
+    def ready_children(self) -> list[Child]:
+        return [slot.child for slot in self.slots if slot.child is not None and slot.child.is_ready]
+
+    def _broadcast(self, message: ToChild, but: Child | None = None) -> None:
+        for child in self.ready_children():
+            if child is not but:
+                child.send(message)
+
+    async def _end(self, ending: Ending) -> int:
+        """Drain and stop; a second signal cuts it short."""
+        orderly = asyncio.create_task(self._drain_and_stop(ending))
+        await asyncio.wait({orderly, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
+        if not orderly.done():
+            orderly.cancel()
+            with suppress(asyncio.CancelledError):
+                await orderly
+            await self._each_exited(lambda child: child.kill(), None)
+            return self._abandoned.result()
+        orderly.result()
+        return ending.code
+
+    async def _drain_and_stop(self, ending: Ending) -> None:
+        frontend = next((c for c in self.ready_children() if c.peer.role == "frontend"), None)
+        if ending.drain_s is not None and frontend is not None:
+            frontend.send(Drain(ending.drain_s))
+            waits = {asyncio.create_task(frontend.drained.wait()), asyncio.create_task(frontend.exited.wait())}
+            try:
+                await asyncio.wait(
+                    waits, timeout=ending.drain_s + self.limits.drain_grace_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        self.drained.set()
+        # A process that is still loading would not read its orders.
+        await self._each_exited(
+            lambda child: child.send(Stop()) if child.is_ready else child.kill(), self.limits.stop_grace_s
+        )
+        await self._each_exited(lambda child: child.kill(), None)
+
+    async def _each_exited(self, act: Callable[[Child], None], timeout_s: float | None) -> None:
+        """Do `act` to every living child and wait until all are gone or the time is up."""
+        living = [slot.child for slot in self.slots if slot.child is not None and not slot.child.exited.is_set()]
+        for child in living:
+            act(child)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(child.exited.wait() for child in living)), timeout_s)
+
+    async def _feed_watchdog(self) -> None:
+        """Tell systemd that all is well as long as every ready process answers in time."""
+        if self.notifier.watchdog_s is None:
+            return
+        interval_s = self.notifier.watchdog_s / 2
+        while True:
+            answers = await asyncio.gather(*(child.ask(interval_s) for child in self.ready_children()))
+            if all(answer is not None for answer in answers):
+                self.notifier.send("WATCHDOG=1")
+            await asyncio.sleep(interval_s / 2)
