@@ -21,6 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+#: command-line short forms of keys, as section -> key -> value; None is "not given"
+Flags = dict[str, dict[str, Any]]
+
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file; see docs for the keys.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Built-in name, directory or Hub id (model.path).")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:<index> (engine.device).")]
@@ -30,6 +33,7 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Log more, and show t
 
 @app.command()
 def start(
+    *,
     config: ConfigOption = None,
     model: ModelOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on (server.host).")] = None,
@@ -41,7 +45,7 @@ def start(
     """Start the daemon in the foreground."""
     from rltd.supervisor.main import serve
 
-    flags = {"server": {"host": host, "port": port}, "model": {"path": model}, "engine": {"device": device}}
+    flags: Flags = {"server": {"host": host, "port": port}, "model": {"path": model}, "engine": {"device": device}}
     try:
         code = serve(_load(config, flags, assignments, debug))
     except RltError as error:
@@ -51,6 +55,7 @@ def start(
 
 @app.command()
 def check(
+    *,
     config: ConfigOption = None,
     model: ModelOption = None,
     device: DeviceOption = None,
@@ -73,7 +78,7 @@ def check(
     _print_section("facts", spec)
 
 
-def _load(config: Path | None, flags: dict[str, dict[str, Any]], assignments: list[str] | None, debug: bool) -> Config:
+def _load(config: Path | None, flags: Flags, assignments: list[str] | None, debug: bool) -> Config:
     """Read the configuration; flags are short for keys and win over the file."""
     overrides = {
         section: {key: value for key, value in entries.items() if value is not None}

@@ -140,7 +140,7 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
         min_tokens=params.min_tokens,
         temperature=temperature,
         top_p=top_p,
-        top_k=max(top_k, 0),
+        top_k=min(max(top_k, 0), info.vocab_size),
         min_p=min_p,
         seed=seed % SEED_LIMIT,
         end_token_ids=tuple(dict.fromkeys(ends)),

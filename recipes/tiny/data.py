@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tokenizer import END_OF_TEXT, SPECIALS, chat_text
+from tokenizer import END_OF_TEXT, IM_END, SPECIALS, chat_text
 
 # The workers are the parallelism.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -45,23 +45,27 @@ def document(examples: list[Example], rng: Random) -> list[Piece]:
     """One raw question, or one chat of a few turns, with its answers."""
     if len(examples) == 1 and rng.random() < 0.5:
         return raw_form(examples[0])
+    turns: list[tuple[str, str]] = []
+    for e in examples:
+        turns.append((e.question, e.answer))
+        # Questions about facts told earlier: they teach the steps that the deep questions are made of.
+        turns += e.follow_ups[: rng.randint(0, 4)]
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.4 else None
-    pieces = chat_form(examples[0], system)
-    for example in examples[1:]:
-        pieces += [Piece("\n" + chat_text(example.chat_prompt()), False), Piece(_chat_answer(example), True)]
-    return [*pieces, Piece("\n" + SPECIALS[END_OF_TEXT], False)]
+    pieces: list[Piece] = []
+    for question, answer in turns:
+        pieces += chat_form(Example("", question, answer, 0), system)
+        pieces.append(Piece("\n", False))
+        system = None
+    return [*pieces, Piece(SPECIALS[END_OF_TEXT], False)]
 
 
 def raw_form(example: Example) -> list[Piece]:
-    return [Piece(example.prompt, False), Piece(f" {example.answer}{SPECIALS[0]}", True)]
+    return [Piece(example.prompt, False), Piece(f" {example.answer}{SPECIALS[END_OF_TEXT]}", True)]
 
 
 def chat_form(example: Example, system: str | None) -> list[Piece]:
-    return [Piece(chat_text(example.chat_prompt(system)), False), Piece(_chat_answer(example), True)]
-
-
-def _chat_answer(example: Example) -> str:
-    return example.chat_answer + SPECIALS[2]
+    prompt = chat_text(example.chat_prompt(system))
+    return [Piece(prompt, False), Piece(example.chat_answer + SPECIALS[IM_END], True)]
 
 
 @dataclass(frozen=True, slots=True)

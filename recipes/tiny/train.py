@@ -21,10 +21,12 @@ from torch import Tensor
 
 from data import Batch, Stream, stream
 from evaluate import full_table, heldout_batches, load, measure, recommended_threshold
+from muon import Muon
 from model import Ouro, OuroShape, exit_probabilities, ouro_config
 from tokenizer import save_tokenizer, train_tokenizer
 
-PROMPT_WEIGHT = 0.02
+AUX = float(os.environ.get("AUX", "0"))
+PROMPT_WEIGHT = 0.01
 """Weight of a prompt token's loss beside an answer token's 1: enough for text that reads like the tasks."""
 DEPTH_WEIGHT = 0.3
 """Weight of the last loop's own loss on top of the expected loss, so that full depth is never starved."""
@@ -45,7 +47,7 @@ def stage_one_loss(losses: Tensor, gate: Tensor, weight: Tensor, beta: float) ->
     """Expected loss under the exit distribution, minus `beta` times its entropy, plus the last loop's loss."""
     p = exit_probabilities(gate)
     entropy = -(p * (p + 1e-9).log()).sum(0)
-    per_token = (p * losses).sum(0) - beta * entropy + DEPTH_WEIGHT * losses[-1]
+    per_token = (p * losses).sum(0) - beta * entropy + DEPTH_WEIGHT * losses[-1] + AUX * losses.mean(0)
     return (per_token * weight).sum() / weight.sum()
 
 
@@ -76,15 +78,9 @@ def train_stage_one(model: Ouro, batches: Iterator[Batch], args: argparse.Namesp
     """Muon for the matrices of the layers, AdamW for the rest; linear warm-up, then linear decay to zero."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    muon = Muon(matrices)
     rest_groups = [{"params": [p for p in rest if p.ndim == 2]}, {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}]
-    adam = {"lr": args.lr, "betas": (0.9, 0.98), "weight_decay": 0.05, "fused": args.device == "cuda"}
-    if args.optimizer == "muon":
-        optimizers = [
-            torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest_groups, **adam),
-        ]
-    else:
-        optimizers = [torch.optim.AdamW([{"params": matrices}, *rest_groups], **adam)]
+    adam = torch.optim.AdamW(rest_groups, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05, fused=args.device == "cuda")
     warmup = max(1, min(200, args.steps // 10))
     generator = torch.Generator(device=args.device).manual_seed(args.seed)
     loss_of = model.compiled_losses
@@ -99,17 +95,17 @@ def train_stage_one(model: Ouro, batches: Iterator[Batch], args: argparse.Namesp
         loss = stage_one_loss(loss_of(trace.hidden, targets), trace.gate, weight, beta)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            scale = min((step + 1) / warmup, (args.steps - step) / (args.steps - warmup + 1))
-            for group in optimizer.param_groups:
-                group["lr"] = args.lr * scale
-            optimizer.step()
-            optimizer.zero_grad()
+        lr = args.lr * min((step + 1) / warmup, (args.steps - step) / (args.steps - warmup + 1))
+        for group in adam.param_groups:
+            group["lr"] = lr
+        muon.step(lr)
+        adam.step()
+        adam.zero_grad()
         if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
             with torch.compiler.set_stance("force_eager"):
-                scores = [measure(model, probe, n, 1.0) for n in (1, model.shape.loops)]
-            parts = {k[5:]: v["exact_match_pct"] for k, v in scores[1]["parts"].items() if k.startswith(("task", "level hops"))}
-            print(f"step {step + 1} loss {float(loss):.3f} {time.perf_counter() - start:.0f}s", scores[0]["exact_match_pct"], scores[1]["exact_match_pct"], parts, flush=True)
+                scores = [measure(model, probe, n, 1.0) for n in (1, 2, model.shape.loops)]
+            parts = {k[5:]: v["exact_match_pct"] for k, v in scores[2]["parts"].items() if k.startswith(("task", "level hops", "level chains"))}
+            print(f"step {step + 1} loss {loss.item():.3f} {time.perf_counter() - start:.0f}s", scores[0]["exact_match_pct"], scores[1]["exact_match_pct"], scores[2]["exact_match_pct"], parts, flush=True)
 
 
 def train_gate(model: Ouro, batches: Iterator[Batch], steps: int, device: str) -> None:

@@ -19,14 +19,15 @@ from rltd.link.logs import configure_logging
 
 log = logging.getLogger(__name__)
 
-EngineFactory = Callable[[Config, Callable[[str, float], None]], EngineLike]
+#: Builds an engine and names its device.
+EngineFactory = Callable[[Config, Callable[[str, float], None]], tuple[EngineLike, str]]
 
 
-def load_engine(config: Config, progress: Callable[[str, float], None]) -> EngineLike:
+def load_engine(config: Config, progress: Callable[[str, float], None]) -> tuple[EngineLike, str]:
     """Build the real engine. The import is here because it brings torch."""
-    from rlt.engine import Engine
+    from rlt.engine import Engine, choose_device
 
-    return Engine(config, progress)
+    return Engine(config, progress), str(choose_device(config.engine.device))
 
 
 def main(argv: Sequence[str] | None = None, factory: EngineFactory = load_engine) -> int:
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None, factory: EngineFactory = load_engine
     configure_logging(link.config.log, "engine")
     threading.excepthook = _end_process
     try:
-        engine = factory(link.config, lambda stage, fraction: link.send(Progress(stage, fraction)))
+        engine, device = factory(link.config, lambda stage, fraction: link.send(Progress(stage, fraction)))
     except RltError as error:
         log.debug("the engine cannot start", exc_info=True)
         usage = isinstance(error, ConfigError | ModelError | MemoryPlanError)
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None, factory: EngineFactory = load_engine
     wire = EngineWire(link.run_dir, link.peer, commands, link.send)
     core = EngineCore(engine, link.peer, commands, wire.emit)
     link.watch(commands.put)
-    link.ready(engine.info)
+    link.ready(engine.info, device=device)
     try:
         core.run()
     except Exception:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from rlt_protocols.codec import ProtocolError, encode
 from rlt_protocols.control import FromChild, StatusQuery, StatusReply, ToChild, from_child
@@ -103,7 +104,7 @@ class Child:
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._wait, args=(loop,), name=f"wait-{name}", daemon=True).start()
         pumps = [
-            asyncio.create_task(pump_lines(pipe, lambda line, s=stream: printer.child_line(name, self.pid, s, line)))
+            asyncio.create_task(pump_lines(pipe, partial(printer.child_line, name, self.pid, stream)))
             for pipe, stream in ((process.stdout, "out"), (process.stderr, "err"))
         ]
         link = asyncio.create_task(self._serve_link(handle, limits))
@@ -165,7 +166,7 @@ class Child:
                         answer.set_result(message.values)
                 else:
                     handle(message)
-        except (ConnectionResetError, FramingError, ProtocolError) as error:
+        except (ConnectionError, FramingError, ProtocolError) as error:
             if not self.exited.is_set():
                 self.failure = self.failure or (
                     f"the {self.peer.role} broke its pipe to the supervisor: {error}",

@@ -13,7 +13,8 @@ from rlt_protocols.control import ControlReply, ControlRequest, ProcessStatus, c
 from rltd.link.framing import FramingError, frame, read_frame_async
 from rltd.supervisor.child import Values
 from rltd.supervisor.run_dir import control_path
-from rltd.supervisor.supervisor import Ending, Slot, Supervisor
+from rltd.supervisor.slot import Ending, Slot
+from rltd.supervisor.supervisor import Supervisor
 
 #: How long a client may take to send its request.
 REQUEST_S = 5.0

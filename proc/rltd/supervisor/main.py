@@ -13,10 +13,11 @@ from rltd.supervisor.notify import Notifier
 from rltd.supervisor.output import Printer
 from rltd.supervisor.restart import Limits
 from rltd.supervisor.run_dir import create_run_dir
-from rltd.supervisor.supervisor import COMMANDS, Commands, Supervisor
+from rltd.supervisor.slot import COMMANDS, Commands
+from rltd.supervisor.supervisor import Supervisor
 
 
-def serve(config: Config, *, commands: Commands = COMMANDS, limits: Limits = Limits()) -> int:  # noqa: B008 (frozen)
+def serve(config: Config, *, commands: Commands = COMMANDS, limits: Limits | None = None) -> int:
     """Run the daemon in the foreground and return its exit code.
 
     Raises `ConfigError` when the HTTP address cannot be bound and `RunDirError` when there is no private directory;
@@ -26,18 +27,25 @@ def serve(config: Config, *, commands: Commands = COMMANDS, limits: Limits = Lim
         run_dir = create_run_dir()
         printer = Printer(json_lines=config.log.format == "json")
         notifier = Notifier.from_environment()
+
+        async def run() -> int:
+            supervisor = Supervisor(
+                config,
+                http,
+                run_dir,
+                printer=printer,
+                notifier=notifier,
+                commands=commands,
+                limits=limits or Limits(),
+            )
+            async with ControlServer(supervisor):
+                return await supervisor.run()
+
         try:
-            url = url_of(http)
-            for line in banner.starting(config.model.path, url):
+            for line in banner.starting(config.model.path, url_of(http)):
                 printer.say(line)
-            supervisor = Supervisor(config, http, url, run_dir, printer, notifier, commands, limits)
-            return asyncio.run(_run(supervisor))
+            return asyncio.run(run())
         finally:
             shutil.rmtree(run_dir, ignore_errors=True)
             notifier.close()
             printer.close()
-
-
-async def _run(supervisor: Supervisor) -> int:
-    async with ControlServer(supervisor):
-        return await supervisor.run()

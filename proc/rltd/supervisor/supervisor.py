@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -28,7 +28,6 @@ from rlt_protocols.control import (
     Progress,
     Ready,
     Refused,
-    Role,
     Stop,
     ToChild,
     Welcome,
@@ -36,72 +35,47 @@ from rlt_protocols.control import (
 from rltd.link.address import Peer, inbox_path
 from rltd.supervisor import banner
 from rltd.supervisor.child import Child
+from rltd.supervisor.listen import url_of
 from rltd.supervisor.notify import Notifier
 from rltd.supervisor.output import Printer
 from rltd.supervisor.restart import Backoff, Limits
-
-Commands = Mapping[Role, Sequence[str]]
-
-#: How each process is started. The order is that of `rltctl status`.
-COMMANDS: Commands = {
-    "frontend": (sys.executable, "-m", "rltd.frontend.main"),
-    "engine": (sys.executable, "-m", "rltd.engine_core.main"),
-    "detokenizer": (sys.executable, "-m", "rltd.detokenizer.main"),
-}
+from rltd.supervisor.slot import COMMANDS, Commands, Ending, Slot
 
 
-@dataclass(slots=True)
-class Slot:
-    """A process that the daemon keeps running, over all its lives."""
-
-    role: Role
-    index: int
-    backoff: Backoff
-    generation: int = 0
-    child: Child | None = None
-    #: some life of it was ready once
-    was_ready: bool = False
-
-    @property
-    def ready_child(self) -> Child | None:
-        return self.child if self.child is not None and self.child.is_ready else None
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why and how the daemon ends. Without `drain_s` it stops at once."""
-
-    code: int
-    drain_s: float | None = None
-
-
-@dataclass(slots=True)
 class Supervisor:
     """One daemon. `run` returns its exit code and leaves no process behind; the run directory is the caller's."""
 
-    config: Config
-    http: socket.socket
-    url: str
-    run_dir: Path
-    printer: Printer
-    notifier: Notifier
-    commands: Commands = field(default_factory=lambda: COMMANDS)
-    limits: Limits = Limits()
-    slots: list[Slot] = field(init=False)
-    drained: asyncio.Event = field(init=False, default_factory=asyncio.Event)
-    _ending: asyncio.Future[Ending] = field(init=False)
-    _abandoned: asyncio.Future[int] = field(init=False)
-    _started_at_s: float = field(init=False)
-    _was_ready: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        self.slots = [Slot(role, 0, Backoff(self.limits)) for role in self.commands]
+    def __init__(
+        self,
+        config: Config,
+        http: socket.socket,
+        run_dir: Path,
+        *,
+        printer: Printer,
+        notifier: Notifier,
+        commands: Commands = COMMANDS,
+        limits: Limits,
+    ) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.limits = limits
+        self.slots = [Slot(role, 0, Backoff(limits)) for role in commands]
+        #: set when nothing runs any more
+        self.drained = asyncio.Event()
+        self._http = http
+        self._url = url_of(http)
+        self._printer = printer
+        self._notifier = notifier
+        self._commands = commands
+        self._started_at_s = time.monotonic()
+        self._was_ready = False
+        loop = asyncio.get_running_loop()
+        self._ending: asyncio.Future[Ending] = loop.create_future()
+        self._abandoned: asyncio.Future[int] = loop.create_future()
 
     async def run(self) -> int:
         """Run until a signal, a drain or a failure ends the daemon."""
         loop = asyncio.get_running_loop()
-        self._started_at_s = time.monotonic()
-        self._ending, self._abandoned = loop.create_future(), loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         async with asyncio.TaskGroup() as group:
@@ -109,7 +83,7 @@ class Supervisor:
                 group.create_task(self._keep(slot))
             watchdog = group.create_task(self._feed_watchdog())
             ending = await self._ending
-            self.notifier.send("STOPPING=1", "STATUS=stopping")
+            self._notifier.send("STOPPING=1", "STATUS=stopping")
             code = await self._end(ending)
             watchdog.cancel()
         return code
@@ -127,13 +101,13 @@ class Supervisor:
         """Give up: tell the user why, once, and end with `code`."""
         if not self._ending.done():
             for line in message.splitlines():
-                self.printer.say(f"error: {line}", level="error")
+                self._printer.say(f"error: {line}", level="error")
             self.end(Ending(code))
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._ending.done():
             limit_s = self.config.server.drain_timeout_s
-            self.printer.say(
+            self._printer.say(
                 f"{number.name}: finishing running requests (at most {limit_s:g} s); again to stop at once"
             )
             self.end(Ending(0, limit_s))
@@ -144,21 +118,18 @@ class Supervisor:
         """Start the slot's process again and again until the daemon ends or gives up on it."""
         while not self._ending.done():
             try:
-                command = self.commands[slot.role]
+                command = self._commands[slot.role]
                 child = Child.spawn(
                     Peer(slot.role, slot.index, slot.generation),
                     command,
-                    self.http if slot.role == "frontend" else None,
+                    self._http if slot.role == "frontend" else None,
                 )
             except OSError as error:
                 self.fail(f"the {slot.role} cannot be started: {error}", 1)
                 return
             slot.child = child
             await child.run(
-                lambda message, c=child: self._on_message(slot, c, message),  # type: ignore[misc]
-                lambda c=child: self._on_death(c),  # type: ignore[misc]
-                self.printer,
-                self.limits,
+                partial(self._on_message, slot, child), partial(self._on_death, child), self._printer, self.limits
             )
             if self._ending.done():
                 return
@@ -189,9 +160,9 @@ class Supervisor:
         if delay_s is None:
             self.fail(f"{what}, after {self.limits.restarts} restarts in a row; giving up", 1)
             return None
-        self.notifier.send(f"STATUS=restarting the {slot.role}")
+        self._notifier.send(f"STATUS=restarting the {slot.role}")
         reason = f": {text}" if text else ""
-        self.printer.say(f"{what}{reason}; restarting it in {delay_s:g} s", level="error")
+        self._printer.say(f"{what}{reason}; restarting it in {delay_s:g} s", level="error")
         return delay_s
 
     def _on_message(self, slot: Slot, child: Child, message: FromChild) -> None:
@@ -203,10 +174,10 @@ class Supervisor:
                 child.ready_at_s = time.monotonic()
                 slot.was_ready = True
                 self._introduce(child)
-                if all(s.ready_child for s in self.slots):
+                if all(s.is_ready for s in self.slots) and not self._ending.done():
                     self._on_all_ready()
             case Progress(stage, fraction):
-                self.notifier.send(f"STATUS={stage} ({fraction:.0%})")
+                self._notifier.send(f"STATUS={stage} ({fraction:.0%})")
             case Fatal(text, usage):
                 child.failure = (text, usage)
             case Drained():
@@ -233,15 +204,15 @@ class Supervisor:
                 child.send(PeerUp(other.peer.role, other.peer.index, other.peer.generation, other.info))
 
     def _on_all_ready(self) -> None:
-        self.notifier.send("READY=1", f"STATUS=serving {self.url}")
+        self._notifier.send("READY=1", f"STATUS=serving {self._url}")
         if self._was_ready:
-            self.printer.say("all processes are ready again")
+            self._printer.say("all processes are ready again")
             return
         self._was_ready = True
         engine = next(c for c in self.ready_children() if c.peer.role == "engine")
         name = engine.info.name if engine.info is not None else self.config.model.path
-        for line in banner.ready(name, engine.device, self.url, time.monotonic() - self._started_at_s):
-            self.printer.say(line)
+        for line in banner.ready(name, engine.device, self._url, time.monotonic() - self._started_at_s):
+            self._printer.say(line)
 
     def ready_children(self) -> list[Child]:
         return [slot.child for slot in self.slots if slot.child is not None and slot.child.is_ready]
@@ -254,7 +225,8 @@ class Supervisor:
     async def _end(self, ending: Ending) -> int:
         """Drain and stop; a second signal cuts it short."""
         orderly = asyncio.create_task(self._drain_and_stop(ending))
-        await asyncio.wait({orderly, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
+        waits: set[asyncio.Future[Any]] = {orderly, self._abandoned}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not orderly.done():
             orderly.cancel()
             with suppress(asyncio.CancelledError):
@@ -293,11 +265,11 @@ class Supervisor:
 
     async def _feed_watchdog(self) -> None:
         """Tell systemd that all is well as long as every ready process answers in time."""
-        if self.notifier.watchdog_s is None:
+        if self._notifier.watchdog_s is None:
             return
-        interval_s = self.notifier.watchdog_s / 2
+        interval_s = self._notifier.watchdog_s / 2
         while True:
             answers = await asyncio.gather(*(child.ask(interval_s) for child in self.ready_children()))
             if all(answer is not None for answer in answers):
-                self.notifier.send("WATCHDOG=1")
+                self._notifier.send("WATCHDOG=1")
             await asyncio.sleep(interval_s / 2)

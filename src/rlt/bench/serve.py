@@ -16,9 +16,6 @@ import httpx
 from rlt.bench.numbers import tails_ms
 from rlt.errors import RltError
 
-#: Token ids of random prompts: in every vocabulary, past the special ids at its start.
-_RANDOM_IDS = range(3, 250)
-
 
 class BenchError(RltError):
     """A measurement could not be made."""
@@ -58,12 +55,6 @@ class Timing:
     tokens: int = 0
     loops: int | None = None
     error: str | None = None
-
-
-def random_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
-    """`count` prompts of `tokens` random token ids."""
-    rng = Random(seed)
-    return [rng.choices(_RANDOM_IDS, k=tokens) for _ in range(count)]
 
 
 async def measure(load: Load) -> dict[str, Any]:
@@ -187,9 +178,9 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     async for line in response.aiter_lines():
         if line.startswith("data:"):
             text = line.removeprefix("data:").strip()
-            if text == "[DONE]":
-                return
-            yield json.loads(text)
+            # Read on after the end mark: only a stream that is read out leaves its connection to the next request.
+            if text != "[DONE]":
+                yield json.loads(text)
 
 
 def _count(timing: Timing, usage: dict[str, Any] | None) -> None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from rlt.evals.tasks import Example
     from rlt.llm import LLM
 
-app = typer.Typer(no_args_is_help=True, help="Accuracy on tasks with checkable answers.", pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True, help="Accuracy on tasks with checkable answers.", pretty_exceptions_enable=False
+)
 
 #: Longer than any right answer with its end-of-text token.
 MAX_TOKENS = 24
@@ -41,10 +43,13 @@ def _group() -> None:
 
 @app.command()
 def tasks(
+    *,
     model: Model = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Examples per task.")] = 200,
     seed: Seed = 0,
-    thresholds: Annotated[str, typer.Option(help="Exit thresholds to compare, separated by commas.")] = "0.3,0.5,0.7,0.9",
+    thresholds: Annotated[
+        str, typer.Option(help="Exit thresholds to compare, separated by commas.")
+    ] = "0.3,0.5,0.7,0.9",
     device: Device = None,
     dtype: Dtype = None,
     config: ConfigFile = None,

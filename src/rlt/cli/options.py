@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from rlt.llm import LLM
 
 Model = Annotated[
-    str | None, typer.Option(help="Built-in model, directory or Hub id [default: tiny-ouro, or the config's].")
+    str | None, typer.Option(help="Built-in model, directory or Hub id (default: tiny-ouro, or the config's).")
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:INDEX [default: the first GPU, else cpu].")]
-Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32 [default: auto].")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:INDEX (default: the first GPU, else cpu).")]
+Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32 (default: auto).")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file, as rltd takes it.")]
 Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; may be repeated.")
@@ -29,9 +29,10 @@ def open_llm(
 ) -> LLM:
     """The model that the shared options name. Raises `RltError`."""
     from rlt.config import load_config
-    from rlt.llm import LLM
 
     settings = load_config(config, assignments=assignments or ())
+    from rlt.llm import LLM
+
     return LLM(
         model or settings.model.path,
         device=device or settings.engine.device,

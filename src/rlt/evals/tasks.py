@@ -17,6 +17,7 @@ from typing import Final, Literal
 
 Split = Literal["train", "heldout"]
 Message = dict[str, str]
+QA = tuple[str, str]
 
 # fmt: off
 NAMES: Final = [
@@ -36,12 +37,16 @@ SYSTEM_PROMPTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One question with the only right answer; `difficulty` counts digits, steps, hops or events."""
+    """One question with the only right answer; `difficulty` counts digits, steps, hops or events.
+
+    `follow_ups` are further (question, answer) pairs about the same facts, for later turns of a chat.
+    """
 
     task: str
     question: str
     answer: str
     difficulty: int
+    follow_ups: tuple[QA, ...] = ()
 
     @property
     def prompt(self) -> str:
@@ -61,11 +66,12 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A family of questions: `make(split, rng, level)` returns (question, answer) for a level in 1..levels."""
+    """A family of questions: `make(split, rng, level)`, level in 1..levels, returns the question with its answer first
+    and then the follow-ups that the same facts allow."""
 
     name: str
     levels: int
-    make: Callable[[Split, Random, int], tuple[str, str]]
+    make: Callable[[Split, Random, int], list[QA]]
 
 
 _ADDITION: Final[dict[Split, tuple[str, ...]]] = {
@@ -129,14 +135,14 @@ def _operands(rng: Random, digits: int) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def _addition(split: Split, rng: Random, level: int) -> tuple[str, str]:
+def _addition(split: Split, rng: Random, level: int) -> list[QA]:
     a, b = _operands(rng, level)
-    return rng.choice(_ADDITION[split]).format(a=a, b=b), str(a + b)
+    return [(rng.choice(_ADDITION[split]).format(a=a, b=b), str(a + b))]
 
 
-def _subtraction(split: Split, rng: Random, level: int) -> tuple[str, str]:
+def _subtraction(split: Split, rng: Random, level: int) -> list[QA]:
     a, b = sorted(_operands(rng, level), reverse=True)
-    return rng.choice(_SUBTRACTION[split]).format(a=a, b=b), str(a - b)
+    return [(rng.choice(_SUBTRACTION[split]).format(a=a, b=b), str(a - b))]
 
 
 _CHAIN_HEADS: Final[dict[Split, tuple[str, ...]]] = {
@@ -154,7 +160,7 @@ _CHAIN_SIGNS: Final[dict[Split, tuple[tuple[str, str, str], ...]]] = {
 }
 
 
-def _chains(split: Split, rng: Random, level: int) -> tuple[str, str]:
+def _chains(split: Split, rng: Random, level: int) -> list[QA]:
     """A variable `level` steps after a number, among up to three assignments that do not matter."""
     equals, plus, minus = rng.choice(_CHAIN_SIGNS[split])
     names = rng.sample(LETTERS, level + 1 + rng.randint(0, 3))
@@ -179,8 +185,10 @@ def _chains(split: Split, rng: Random, level: int) -> tuple[str, str]:
         change = "" if delta == 0 else f" {plus if delta > 0 else minus} {abs(delta)}"
         lines.append(f"{name} {equals} {source}{change}")
     joint, end = rng.choice((("; ", ". "), (", ", ". "), (". ", ". "), ("\n", "\n")))
-    ask = rng.choice(_CHAIN_ASKS[split]).format(v=path[-1])
-    return rng.choice(_CHAIN_HEADS[split]) + joint.join(lines) + end + ask, str(values[path[-1]])
+    facts = rng.choice(_CHAIN_HEADS[split]) + joint.join(lines) + end
+    asked = [path[-1], *rng.sample(order, len(order))]
+    (ask, answer), *more = [(rng.choice(_CHAIN_ASKS[split]).format(v=v), str(values[v])) for v in asked]
+    return [(facts + ask, answer), *more]
 
 
 _HOP_HEADS: Final[dict[Split, tuple[str, ...]]] = {
@@ -194,7 +202,7 @@ _HOP_ASKS: Final[dict[Split, tuple[str, ...]]] = {
 }
 
 
-def _hops(split: Split, rng: Random, level: int) -> tuple[str, str]:
+def _hops(split: Split, rng: Random, level: int) -> list[QA]:
     """Who is `level` steps up from somebody, given the boss of each person in random order."""
     length = level + rng.randint(0, 2)
     people = rng.sample(NAMES, length + 1 + rng.randint(0, 3))
@@ -204,11 +212,16 @@ def _hops(split: Split, rng: Random, level: int) -> tuple[str, str]:
     form = rng.choice((*_HOP_FACTS, None))
     facts = [(form or rng.choice(_HOP_FACTS)).format(x=x, y=y) for x, y in boss.items()]
     rng.shuffle(facts)
-    start = rng.randint(0, length - level)
-    outer = rng.choice((0, level, rng.randint(0, level)))
-    who = "the boss of " * outer + people[start] + "'s boss" * (level - outer)
-    question = " ".join((*facts, rng.choice(_HOP_ASKS[split]).format(who=who)))
-    return rng.choice(_HOP_HEADS[split]) + question, people[start + level]
+    head = rng.choice(_HOP_HEADS[split]) + " ".join(facts) + " "
+
+    def ask(start: int, hops: int) -> QA:
+        outer = rng.choice((0, hops, rng.randint(0, hops)))
+        who = "the boss of " * outer + people[start] + "'s boss" * (hops - outer)
+        return rng.choice(_HOP_ASKS[split]).format(who=who), people[start + hops]
+
+    question, answer = ask(rng.randint(0, length - level), level)
+    more = [ask(rng.randint(0, length - hops), hops) for hops in rng.sample(range(1, level + 1), level)]
+    return [(head + question, answer), *more]
 
 
 _STORY_STARTS: Final[dict[Split, tuple[str, ...]]] = {
@@ -236,7 +249,7 @@ _STORY_ASKS: Final[dict[Split, tuple[str, ...]]] = {
 }
 
 
-def _word_problems(split: Split, rng: Random, level: int) -> tuple[str, str]:
+def _word_problems(split: Split, rng: Random, level: int) -> list[QA]:
     """How many things somebody has after `level` events, told in sentences."""
     x, y = rng.sample(NAMES, 2)
     items = rng.choice(ITEMS)
@@ -249,7 +262,7 @@ def _word_problems(split: Split, rng: Random, level: int) -> tuple[str, str]:
         event = rng.choice(_STORY_GAINS if gain else _STORY_LOSSES).format(x=x, y=y, n=n, items=items)
         sentences.append(rng.choice(_STORY_LINKS[split]) + event)
     sentences.append(rng.choice(_STORY_ASKS[split]).format(x=x, items=items))
-    return " ".join(sentences), str(total)
+    return [(" ".join(sentences), str(total))]
 
 
 TASKS: Final[dict[str, Task]] = {
@@ -268,8 +281,8 @@ def sample(task: str, split: Split, rng: Random, hardest: int | None = None) -> 
     """One example of `task`, its level drawn evenly from 1 to the task's last one (or to `hardest`, if lower)."""
     family = TASKS[task]
     level = rng.randint(1, min(family.levels, hardest or family.levels))
-    question, answer = family.make(split, rng, level)
-    return Example(task, question, answer, level)
+    (question, answer), *more = family.make(split, rng, level)
+    return Example(task, question, answer, level, tuple(more))
 
 
 def examples(split: Split, per_task: int, seed: int) -> Iterator[Example]:

@@ -86,10 +86,17 @@ class Scheduler:
             if request.stage is Stage.DECODE:
                 self._supply(request, request.position + 1, plan)
                 plan.decode.append(request)
-        budget = self.max_tick_tokens - len(plan.decode)
-        for request in self.running:
-            if request.stage is Stage.PREFILL and budget > 0:
-                budget -= self._plan_prompt(request, budget, plan)
+        # Chunks on their way always fit: each row they had at their start is theirs until they leave, and a prompt
+        # that turns to decoding gives up at least the one row that it then takes.
+        prefilling = [request for request in self.running if request.stage is Stage.PREFILL]
+        for request in prefilling:
+            if request.chunk is not None:
+                self._plan_chunk(request, request.chunk, plan)
+        for request in prefilling:
+            room = self.max_tick_tokens - plan.rows
+            if room > 0 and request.chunk is None:
+                self._plan_chunk(request, self._start_chunk(request, room, plan), plan)
+        assert plan.rows <= self.max_tick_tokens
         if plan:
             self._tick = plan.number
         return plan
@@ -107,23 +114,19 @@ class Scheduler:
             self.running.append(request)
             plan.admitted.append(request)
 
-    def _plan_prompt(self, request: Request, budget: int, plan: TickPlan) -> int:
-        """Add the request's chunk at its next loop; return the rows used."""
-        chunk = request.chunk
-        if chunk is None:
-            count = min(self.prefill_chunk, len(request.prompt) - request.started, budget, len(self._rows))
-            if count == 0:
-                return 0
-            chunk = request.chunk = Chunk(request.started, [self._rows.pop() for _ in range(count)])
-            request.started += count
-            self._supply(request, request.started, plan)
-        elif chunk.count > budget:
-            return 0
+    def _start_chunk(self, request: Request, room: int, plan: TickPlan) -> Chunk:
+        count = min(self.prefill_chunk, len(request.prompt) - request.started, room)
+        chunk = request.chunk = Chunk(request.started, [self._rows.pop() for _ in range(count)])
+        request.started += count
+        self._supply(request, request.started, plan)
+        return chunk
+
+    def _plan_chunk(self, request: Request, chunk: Chunk, plan: TickPlan) -> None:
+        """Add the request's chunk at its next loop."""
         end = chunk.first + chunk.count
         samples = chunk.loop == request.planes - 1 and end == len(request.prompt)
         tokens = request.prompt[chunk.first : end] if chunk.loop == 0 else []
         plan.prompts.append(PromptSegment(request, chunk.loop, chunk.first, chunk.rows, tokens, samples))
-        return chunk.count
 
     def _supply(self, request: Request, positions: int, plan: TickPlan) -> None:
         """Give every plane pages for the first `positions` positions. Admission promised them, so they are there."""

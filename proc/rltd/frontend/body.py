@@ -1,0 +1,36 @@
+"""Reading a request's body within its limits."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import Receive
+
+from rltd.frontend.errors import ApiError, ClientGone
+
+
+async def read_json_body(headers: Headers, receive: Receive, limit: int) -> bytes:
+    """Return the body of a JSON request.
+
+    Raises `ApiError` 415 or 413, the latter as soon as the limit is passed: no more than `limit` bytes and one piece
+    are ever held. Raises `ClientGone` when the client leaves first.
+    """
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not (media_type.startswith("application/") and media_type.endswith("+json")):
+        raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise _too_large(limit)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than the limit of {limit} bytes", code="body_too_large")

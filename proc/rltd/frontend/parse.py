@@ -1,0 +1,172 @@
+"""JSON bytes to request Structs, with an error that names the field whatever is wrong."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from rlt_protocols.openai import (
+    MAX_CHOICES,
+    MAX_STOP_CHARS,
+    MESSAGE_OFF,
+    OFF,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    Message,
+    TokenizeRequest,
+)
+from rlt_protocols.params import SamplingParams
+from rltd.frontend.errors import ApiError, invalid
+
+R = TypeVar("R", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+Prompt = str | list[int]
+
+#: Taken over into `SamplingParams` as they are.
+_SAMPLING_FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "include_stop_str_in_output", "skip_special_tokens"),
+    *("min_tokens", "ignore_eos", "min_loops", "max_loops", "exit_threshold"),
+)
+
+
+def parse(kind: type[R], body: bytes) -> R:
+    """Decode and check a body of `kind`. Raises `ApiError` 400."""
+    try:
+        tree = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(None, f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise invalid(None, "the body is nested too deep") from error
+    if not isinstance(tree, dict):
+        raise invalid(None, "the body must be a JSON object")
+    off = OFF if issubclass(kind, GenerationRequest) else {}
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    tree = _known_fields(tree, fields, off, "")
+    messages = tree.get("messages")
+    if "messages" in fields and isinstance(messages, list):
+        tree["messages"] = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        failure = error
+    # The fast way has no field name to offer: convert field by field to find it.
+    for name, field in fields.items():
+        if name not in tree:
+            if field.required:
+                raise invalid(name, f"{name} is required")
+            continue
+        try:
+            msgspec.convert(tree[name], field.type)
+        except msgspec.ValidationError as error:
+            raise invalid(name, f"{name}: {error}") from error
+    raise invalid(None, str(failure))
+
+
+def _known_fields(
+    tree: Mapping[str, Any], fields: Collection[str], off: Mapping[str, tuple[Any, ...]], where: str
+) -> dict[str, Any]:
+    """Return `tree` without the fields that are switched off; refuse unknown ones and those that are not served."""
+    known: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name in fields:
+            known[name] = value
+        elif name not in off:
+            near = difflib.get_close_matches(name, fields, n=1, cutoff=0.8)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ApiError(400, f"unknown field {where}{name}{hint}", param=f"{where}{name}", code="unknown_field")
+        elif not any(_same(value, allowed) for allowed in off[name]):
+            raise ApiError(
+                400, f"{where}{name} is not supported yet", param=f"{where}{name}", code="unsupported_parameter"
+            )
+    return known
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equality that keeps true apart from 1 and false from 0."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _message(value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise invalid(where, f"{where} must be an object")
+    names = [field.name for field in msgspec.structs.fields(Message)]
+    message = _known_fields(value, names, MESSAGE_OFF, f"{where}.")
+    content = message.get("content")
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise invalid(f"{where}.content", f"{where}.content[{index}] has the type {kind!r}; only text is supported")
+    try:
+        return msgspec.convert(message, Message)
+    except msgspec.ValidationError as error:
+        raise invalid(where, f"{where}: {error}") from error
+
+
+def prompts_of(value: str | list[Any]) -> list[Prompt]:
+    """The prompts of a completion: one per text or list of ids. Raises `ApiError` 400."""
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise invalid("prompt", "prompt: is empty")
+    if all(type(item) is int for item in value):
+        return [cast(list[int], value)]
+    if all(isinstance(item, str) for item in value):
+        return cast(list[Prompt], value)
+    if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
+        return cast(list[Prompt], value)
+    raise invalid("prompt", "prompt: must be a text, a list of texts, a list of token ids or a list of such lists")
+
+
+def choices_of(request: GenerationRequest) -> int:
+    """The number of answers per prompt."""
+    count = 1 if request.n is None else request.n
+    if not 1 <= count <= MAX_CHOICES:
+        raise invalid("n", f"n: must be between 1 and {MAX_CHOICES}, got {count}")
+    return count
+
+
+def sampling_of(request: GenerationRequest) -> SamplingParams:
+    """The request's sampling parameters, still unchecked against the model."""
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options", "stream_options: is only allowed with stream true")
+    newer, older = request.max_completion_tokens, request.max_tokens
+    if newer is not None and older is not None and newer != older:
+        raise invalid("max_completion_tokens", "max_completion_tokens: differs from max_tokens; send one of them")
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    for text in stop:
+        if len(text) > MAX_STOP_CHARS:
+            raise invalid("stop", f"stop: a string has {len(text)} characters; at most {MAX_STOP_CHARS} are allowed")
+    values = _given((name, getattr(request, name)) for name in _SAMPLING_FIELDS)
+    return SamplingParams(
+        max_tokens=older if newer is None else newer,
+        stop=stop,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        **values,
+    )
+
+
+def _given(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in pairs if value is not None}
+
+
+def template_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """Messages as templates take them: plain objects whose content is one text."""
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        content = message.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        plain.append(msgspec.to_builtins(message) | {"content": content or ""})
+    return plain
+
+
+def template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """The options that go to the template."""
+    options = dict(request.chat_template_kwargs or {})
+    if request.enable_thinking is not None:
+        options["enable_thinking"] = request.enable_thinking
+    return options

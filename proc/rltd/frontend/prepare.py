@@ -1,0 +1,155 @@
+"""From a request's bytes to checked prompts and parameters. Runs on worker threads: it may take long."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+
+from rlt.text.chat import ChatTemplate, ChatTemplateError
+from rlt.text.tokenizer import Tokenizer, TokenizerError
+from rlt_protocols.openai import (
+    ChatRequest,
+    CompletionRequest,
+    Detokenized,
+    DetokenizeRequest,
+    GenerationRequest,
+    Tokenized,
+    TokenizeRequest,
+)
+from rlt_protocols.params import SEED_LIMIT, ModelInfo, ParamError, check_token_ids, resolve
+from rltd.frontend.engine_client import NewChoice
+from rltd.frontend.errors import ApiError, invalid
+from rltd.frontend.parse import (
+    Prompt,
+    choices_of,
+    parse,
+    prompts_of,
+    sampling_of,
+    template_messages,
+    template_options,
+)
+
+R = TypeVar("R", bound=GenerationRequest, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[R]):
+    """A request that can be submitted."""
+
+    request: R
+    choices: list[NewChoice]
+    #: what each answer begins with: the prompt's text when the request asks for an echo
+    echoes: list[str]
+
+
+class Preparer:
+    """Knows the tokenizer and the chat template; either may be missing."""
+
+    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+
+    def completion(self, body: bytes, info: ModelInfo) -> Prepared[CompletionRequest]:
+        request = parse(CompletionRequest, body)
+        check_model(request.model, info)
+        count = choices_of(request)
+        prompts = prompts_of(request.prompt)
+        choices: list[NewChoice] = []
+        echoes: list[str] = []
+        for prompt in prompts:
+            ids = self._encode(prompt) if isinstance(prompt, str) else prompt
+            choices += self._choices(request, ids, info, count, "prompt")
+            echoes += [self._echo(prompt, request) if request.echo else ""] * count
+        return Prepared(request, choices, echoes)
+
+    def chat(self, body: bytes, info: ModelInfo) -> Prepared[ChatRequest]:
+        request = parse(ChatRequest, body)
+        check_model(request.model, info)
+        count = choices_of(request)
+        choices = self._choices(request, self._render(request), info, count, "messages")
+        return Prepared(request, choices, [""] * count)
+
+    def tokenize(self, body: bytes, info: ModelInfo) -> Tokenized:
+        request = parse(TokenizeRequest, body)
+        check_model(request.model, info)
+        if (request.prompt is None) == (request.messages is None):
+            raise invalid("prompt", "prompt: send either prompt or messages")
+        if request.prompt is not None:
+            ids = self._encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+        else:
+            ids = self._render(request)
+        return Tokenized(ids, len(ids), info.max_model_len)
+
+    def detokenize(self, body: bytes, info: ModelInfo) -> Detokenized:
+        request = parse(DetokenizeRequest, body)
+        check_model(request.model, info)
+        return Detokenized(self._decode(request.tokens, "tokens", skip_special_tokens=False))
+
+    def _choices(
+        self, request: GenerationRequest, prompt: Sequence[int], info: ModelInfo, count: int, field: str
+    ) -> list[NewChoice]:
+        """`count` answers to one prompt, which came in the field `field`."""
+        sampling = sampling_of(request)
+        if sampling.stop and self._tokenizer is None:
+            raise invalid("stop", "stop: the model has no tokenizer; use stop_token_ids")
+        try:
+            check_token_ids("prompt", list(prompt), info.vocab_size)
+            params = resolve(sampling, info, len(prompt), random_seed=secrets.randbits(63))
+        except ParamError as error:
+            name = {"prompt": field, "max_tokens": _max_tokens_field(request)}.get(error.field, error.field)
+            raise invalid(name, f"{name}: {error.message}") from error
+        # Equal seeds would give equal answers.
+        seeds = [
+            (params.seed + index) % SEED_LIMIT if sampling.seed is not None or index == 0 else secrets.randbits(63)
+            for index in range(count)
+        ]
+        return [NewChoice(prompt, msgspec.structs.replace(params, seed=seed)) for seed in seeds]
+
+    def _encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
+        if self._tokenizer is None:
+            raise invalid(field, f"{field}: the model has no tokenizer; send token ids to /v1/completions")
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _render(self, request: ChatRequest | TokenizeRequest) -> list[int]:
+        """Token ids of a conversation, with the special tokens that the template writes and no others."""
+        if not request.messages:
+            raise invalid("messages", "messages: is empty; at least one message is needed")
+        if self._template is None:
+            raise invalid("messages", "messages: the model has no chat template; set model.chat_template to a file")
+        add_prompt = not (isinstance(request, TokenizeRequest) and request.add_generation_prompt is False)
+        try:
+            text = self._template.render(
+                template_messages(request.messages), add_generation_prompt=add_prompt, kwargs=template_options(request)
+            )
+        except ChatTemplateError as error:
+            raise invalid("messages", f"messages: {error}") from error
+        return self._encode(text, add_special_tokens=False, field="messages")
+
+    def _echo(self, prompt: Prompt, request: CompletionRequest) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return self._decode(prompt, "prompt", skip_special_tokens=request.skip_special_tokens is not False)
+
+    def _decode(self, ids: list[int], field: str, *, skip_special_tokens: bool) -> str:
+        if self._tokenizer is None:
+            raise invalid(field, f"{field}: the model has no tokenizer to turn token ids into text")
+        try:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (TokenizerError, OverflowError) as error:
+            raise invalid(field, f"{field}: {error}") from error
+
+
+def check_model(name: str | None, info: ModelInfo) -> None:
+    """Raise `ApiError` 404 for a model that is not served."""
+    if name is not None and name != info.name:
+        raise ApiError(
+            404, f"the model {name!r} is not served here; {info.name!r} is", param="model", code="model_not_found"
+        )
+
+
+def _max_tokens_field(request: GenerationRequest) -> str:
+    return "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"

@@ -1,0 +1,257 @@
+"""The HTTP bodies: the OpenAI shapes, vLLM's extensions of them and the fields about loops.
+
+Requests refuse what they do not know. A field that other servers have and this one has not yet is accepted only with
+a value that means "off", listed here, so that no option is ever ignored silently.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+MAX_CHOICES = 128
+MAX_STOP_CHARS = 1024
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chat have in common; null always means "the default"."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    user: str | None = None
+    return_token_ids: bool | None = None
+    min_loops: int | None = None
+    max_loops: int | None = None
+    exit_threshold: float | None = None
+    return_depths: bool | None = None
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    #: a text, texts, token ids, or lists of token ids; which of them is found out by `rltd.frontend.parse`
+    prompt: str | list[Any]
+    echo: bool | None = None
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    messages: list[Message]
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Either a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+#: Fields of other servers that are not served yet, each with the values that switch it off.
+OFF: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (None, True),
+    "add_special_tokens": (None,),
+    "allowed_token_ids": (None, []),
+    "audio": (None,),
+    "bad_words": (None, []),
+    "best_of": (None, 1),
+    "cache_salt": (None, ""),
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "include_reasoning": (None, True),
+    "length_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "logits_processors": (None, []),
+    "logprobs": (None, False),
+    "metadata": (None, {}),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),
+    "prediction": (None,),
+    "presence_penalty": (None, 0),
+    "priority": (None, 0),
+    "prompt_cache_key": (None,),
+    "prompt_embeds": (None,),
+    "prompt_logprobs": (None, False),
+    "reasoning_effort": (None, "none"),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "safety_identifier": (None,),
+    "service_tier": (None, "auto", "default"),
+    "spaces_between_special_tokens": (None, True),
+    "store": (None, False),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "top_logprobs": (None, 0),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+
+#: The same for the fields of a message, most of which clients send back as they got them.
+MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
+    "annotations": (None, []),
+    "audio": (None,),
+    "function_call": (None,),
+    "reasoning": (None,),
+    "refusal": (None,),
+    "tool_call_id": (None,),
+    "tool_calls": (None, []),
+}
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class LoopUsage(msgspec.Struct, frozen=True):
+    """Loops run for the completion's tokens."""
+
+    mean: float
+    total: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    loops: LoopUsage
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """What the choices of all four kinds of answers have; a chunk's `finish_reason` is null until its last."""
+
+    index: int
+    logprobs: None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    depths: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(Choice, frozen=True, kw_only=True):
+    text: str
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+
+
+class ChatChoice(Choice, frozen=True, kw_only=True):
+    message: ChatMessage
+
+
+class Delta(msgspec.Struct, frozen=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Choice, frozen=True, kw_only=True):
+    delta: Delta
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer or a chunk of one. `usage` is absent in chunks unless asked for, and then null before the last."""
+
+    id: str
+    object: Literal["text_completion", "chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    choices: tuple[CompletionChoice | ChatChoice | ChatChunkChoice, ...]
+    usage: Usage | None | UnsetType = UNSET
+    #: chat only; completions have it in each choice
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "rlt"
+    max_model_len: int
+    #: loops at full depth
+    loops: int
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: tuple[ModelCard, ...]
+    object: Literal["list"] = "list"
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+class VersionBody(msgspec.Struct, frozen=True):
+    version: str
