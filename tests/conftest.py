@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-DATA = Path(__file__).parent / "data"
-GOLDEN = DATA / "golden"
+from support import Golden
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,18 +19,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-class Golden:
-    """A golden checkpoint's directory, its JSON facts and its expected tensors."""
-
-    def __init__(self, name: str) -> None:
-        from safetensors.torch import load_file
-
-        self.directory = GOLDEN / name
-        self.facts: dict[str, Any] = json.loads((self.directory / "golden.json").read_text())
-        self.tensors = load_file(self.directory / "golden.safetensors")
-        self.prompts: dict[str, list[int]] = self.facts["prompts"]
 
 
 @pytest.fixture(scope="session")
@@ -58,29 +43,3 @@ def make_engine(ouro_golden: Golden) -> Callable[..., Any]:
         return Engine(load_config(overrides=tree))
 
     return make
-
-
-def resolved(engine: Any, prompt: Sequence[int], **params: Any) -> Any:
-    """Resolved parameters for `prompt`: greedy, no early ends unless asked for."""
-    from rlt_protocols.params import SamplingParams, resolve
-
-    settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 32, "ignore_eos": True} | params)
-    return resolve(settings, engine.info, len(prompt), random_seed=0)
-
-
-def run_to_end(engine: Any, limit: int = 20_000) -> dict[str, Any]:
-    """Step until idle; tokens, depths and finish reason by request id."""
-    from types import SimpleNamespace
-
-    done: dict[str, Any] = {}
-    for _ in range(limit):
-        if not engine.has_work:
-            return done
-        for out in engine.step():
-            result = done.setdefault(out.request_id, SimpleNamespace(tokens=[], depths=[], finish=None, error=None))
-            assert result.finish is None, "a token came after the end"
-            result.tokens += out.token_ids
-            result.depths += out.depths
-            result.finish, result.error = out.finish_reason, out.error
-        engine.scheduler.check_integrity()
-    raise AssertionError(f"still working after {limit} ticks")

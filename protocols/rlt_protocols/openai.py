@@ -212,7 +212,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: tuple[CompletionChoice | ChatChoice | ChatChunkChoice, ...]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     #: chat only; completions have it in each choice
     prompt_token_ids: list[int] | UnsetType = UNSET
 

@@ -79,6 +79,8 @@ class ResolvedParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     #: ids that end the text: the model's end ids (unless ignored) and the request's own
     end_token_ids: tuple[int, ...]
+    #: those of them that only the request named: they are reported as the reason of the end
+    stop_token_ids: tuple[int, ...]
     min_loops: int
     max_loops: int
     exit_threshold: float
@@ -98,7 +100,8 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
     if room < 1:
         if prompt_tokens >= info.max_model_len:
             raise ParamError(
-                "prompt", f"has {prompt_tokens} tokens; the model's context is {info.max_model_len} tokens with the output"
+                "prompt",
+                f"has {prompt_tokens} tokens; the model's context is {info.max_model_len} tokens with the output",
             )
         raise ParamError("prompt", f"has {prompt_tokens} tokens; the KV cache holds {info.kv_tokens} with the output")
     max_tokens = room if params.max_tokens is None else params.max_tokens
@@ -106,7 +109,8 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
     if max_tokens > room:
         limit = min(info.max_model_len, info.kv_tokens)
         raise ParamError(
-            "max_tokens", f"{max_tokens} with a prompt of {prompt_tokens} tokens is more than the limit of {limit} tokens"
+            "max_tokens",
+            f"{max_tokens} with a prompt of {prompt_tokens} tokens is more than the limit of {limit} tokens",
         )
     _within("min_tokens", params.min_tokens, 0, max_tokens)
     temperature = info.temperature if params.temperature is None else params.temperature
@@ -126,7 +130,9 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
     if any(not text for text in params.stop):
         raise ParamError("stop", "has an empty string")
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise ParamError("stop_token_ids", f"has {len(params.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS} are allowed")
+        raise ParamError(
+            "stop_token_ids", f"has {len(params.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS} are allowed"
+        )
     check_token_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
     max_loops = info.max_loops if params.max_loops is None else params.max_loops
     _within("max_loops", max_loops, 1, info.loops)
@@ -134,7 +140,8 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
     _within("min_loops", min_loops, 1, max_loops)
     threshold = info.exit_threshold if params.exit_threshold is None else params.exit_threshold
     _within("exit_threshold", threshold, 0, None)
-    ends = params.stop_token_ids if params.ignore_eos else info.eos_token_ids + params.stop_token_ids
+    eos = () if params.ignore_eos else info.eos_token_ids
+    own_ends = tuple(dict.fromkeys(token for token in params.stop_token_ids if token not in eos))
     return ResolvedParams(
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,
@@ -143,7 +150,8 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
         top_k=min(max(top_k, 0), info.vocab_size),
         min_p=min_p,
         seed=seed % SEED_LIMIT,
-        end_token_ids=tuple(dict.fromkeys(ends)),
+        end_token_ids=eos + own_ends,
+        stop_token_ids=own_ends,
         min_loops=min_loops,
         max_loops=max_loops,
         exit_threshold=threshold,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from rlt_protocols.codec import Decoder
 from rlt_protocols.engine import EngineStats, Route
+from rlt_protocols.params import ResolvedParams
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -22,9 +24,21 @@ class OpenText(msgspec.Struct, frozen=True, tag="open"):
     skip_special_tokens: bool = True
     #: the request's min_tokens: stop strings are not looked for before
     min_tokens: int = 0
-    #: the ids that end the text are hidden from it like special tokens
-    end_token_ids: tuple[int, ...] = ()
+    #: last prompt tokens: an unfinished character at the prompt's end is completed by the answer
     prompt_tail: tuple[int, ...] = ()
+
+
+def open_text(request_id: str, route: Route, params: ResolvedParams, prompt_tail: Sequence[int]) -> OpenText:
+    """The announcement of a request with these parameters."""
+    return OpenText(
+        request_id=request_id,
+        route=route,
+        stop=params.stop,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        min_tokens=params.min_tokens,
+        prompt_tail=tuple(prompt_tail),
+    )
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):

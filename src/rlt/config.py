@@ -118,9 +118,9 @@ def load_config(
     if overrides is not None:
         sources.append((overrides, "", "config"))
     for text in assignments:
-        tree = _parse_assignment(text, problems)
-        if tree is not None:
-            sources.append((tree, "", f"--set {text}"))
+        assignment = _parse_assignment(text, problems)
+        if assignment is not None:
+            sources.append((assignment, "", f"--set {text}"))
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for tree, toml_text, origin in sources:
         _merge(tree, toml_text, origin, values, problems)
@@ -181,7 +181,9 @@ def _merge(
             if problem:
                 problems.append(f"{where}: {section}.{name} {problem}")
                 continue
-            values[section][name] = float(value) if hints[name] in (float, float | None) and value is not None else value
+            values[section][name] = (
+                float(value) if hints[name] in (float, float | None) and value is not None else value
+            )
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:
@@ -243,7 +245,9 @@ def _check_together(config: Config, problems: list[str]) -> None:
             f"({config.engine.max_seqs}): every running request may need one row of a tick"
         )
     if config.exit.max_loops is not None and config.exit.min_loops > config.exit.max_loops:
-        problems.append(f"exit.min_loops ({config.exit.min_loops}) is greater than exit.max_loops ({config.exit.max_loops})")
+        problems.append(
+            f"exit.min_loops ({config.exit.min_loops}) is greater than exit.max_loops ({config.exit.max_loops})"
+        )
     device = config.engine.device
     if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         problems.append(f"engine.device must be cpu, cuda or cuda:<index>, got {device!r}")

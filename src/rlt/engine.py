@@ -11,7 +11,7 @@ import torch
 from rlt.attention.interface import KvPool
 from rlt.attention.torch_reference import TorchAttention
 from rlt.config import Config
-from rlt.errors import ConfigError, ModelError
+from rlt.errors import ConfigError
 from rlt.exec.memory import plan_pages
 from rlt.exec.runner import Runner
 from rlt.exec.slots import Slots
@@ -127,7 +127,9 @@ def choose_device(name: str | None) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError([f"engine.device {name!r}: this machine has {torch.cuda.device_count()} GPUs that torch can use"])
+        raise ConfigError(
+            [f"engine.device {name!r}: this machine has {torch.cuda.device_count()} GPUs that torch can use"]
+        )
     return device
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +11,183 @@ from typing import Any
 from rlt.config import load_config
 from rlt.engine import Engine
 from rlt.models.directory import resolve_model
-from rlt.text.detokenize import IncrementalText
-from rlt.text.tokenizer import Tokenizer, load_tokenizer
-from rlt_protocols.params import SEED_LIMIT, ParamError, ResolvedParams, SamplingParams, resolve
-from rlt_protocols.text import Tokens
+from rlt.text.answer import AnswerText
+from rlt.text.detokenize import PROMPT_TAIL_TOKENS
+from rlt.text.tokenizer import load_tokenizer
+from rlt_protocols.engine import Route
+from rlt_protocols.params import SEED_LIMIT, ModelInfo, ParamError, SamplingParams, resolve
+from rlt_protocols.text import Tokens, open_text
 
 Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """An answer. `depths[i]` is the number of loops that ran for `token_ids[i]`, 1 to the model's loops."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    #: "stop", "length" or "error"
+    finish_reason: str | None = None
+    #: the stop string or stop token id that ended the text, if one did
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its answers (one, for now)."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one tick added to the answer of prompt number `index`."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    depths: tuple[int, ...]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+#: offline there are no other processes
+_ROUTE = Route(0, 0, 0)
+
+
+class LLM:
+    """A model in this process. `config` is the same tree as the daemon's TOML file and checked the same way.
+
+    Raises `rlt.errors.ConfigError`, `ModelError` or `MemoryPlanError` when the model cannot be opened. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        config: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        tree = {section: dict(values) for section, values in (config or {}).items()}
+        for section, key, value in (("model", "path", model), ("engine", "device", device), ("model", "dtype", dtype)):
+            if value is not None:
+                tree.setdefault(section, {})[key] = value
+        self._config = load_config(overrides=tree)
+        self._engine = Engine(self._config)
+        self._tokenizer = load_tokenizer(resolve_model(self._config.model.path, self._config.model.revision))
+        self._count = 0
+
+    @property
+    def info(self) -> ModelInfo:
+        """Name, limits and defaults of the model."""
+        return self._engine.info
+
+    def settings(self) -> dict[str, Any]:
+        """The whole configuration as a nested dict."""
+        return dataclasses.asdict(self._config)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answer `prompts` (texts or lists of token ids), batched, with one setting for all or one each.
+
+        Raises `ParamError` naming the field before anything runs, and `RuntimeError` if the model computed numbers
+        that are not finite.
+        """
+        batch = _as_list(prompts)
+        encoded = [self._encode(prompt) for prompt in batch]
+        outputs = [
+            RequestOutput(prompt if isinstance(prompt, str) else None, ids, [CompletionOutput()])
+            for prompt, ids in zip(batch, encoded, strict=True)
+        ]
+        for delta in self._stream(encoded, params):
+            answer = outputs[delta.index].outputs[0]
+            answer.text += delta.text
+            answer.token_ids += delta.token_ids
+            answer.depths += delta.depths
+            answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
+        return outputs
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[Delta]:
+        """Like `generate`, but yields what each tick adds. Leaving the generator early drops what still runs."""
+        return self._stream([self._encode(prompt) for prompt in _as_list(prompts)], params)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start: ticks, rows by kind, mean loops per token, pages by state."""
+        stats = self._engine.stats()
+        return {
+            "ticks": stats.ticks,
+            "rows": stats.tick_rows,
+            "mean_loops": stats.token_loops / stats.tokens if stats.tokens else None,
+            "pages": stats.kv_pages,
+        }
+
+    def close(self) -> None:
+        """Give the model's memory back; the object cannot be used any more."""
+        del self._engine
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self._tokenizer is None:
+            raise ParamError("prompt", "this model directory has no tokenizer; give token ids")
+        return self._tokenizer.encode(prompt)
+
+    def _stream(
+        self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Iterator[Delta]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        resolved = [
+            resolve(one, self.info, len(ids), random_seed=secrets.randbelow(SEED_LIMIT))
+            for one, ids in zip(params, prompts, strict=True)
+        ]
+        running: dict[str, tuple[int, AnswerText]] = {}
+        try:
+            for index, (ids, settings) in enumerate(zip(prompts, resolved, strict=True)):
+                name = f"offline-{self._count}"
+                self._count += 1
+                self._engine.add(name, ids, settings)
+                opened = open_text(name, _ROUTE, settings, ids[-PROMPT_TAIL_TOKENS:])
+                running[name] = index, AnswerText(self._tokenizer, opened)
+            while running:
+                for tokens in self._engine.step():
+                    # A request that a stop string ended may still get a token from the tick that was under way.
+                    if tokens.request_id in running:
+                        yield self._apply(tokens, running)
+        finally:
+            for name in running:
+                self._engine.abort(name)
+
+    def _apply(self, tokens: Tokens, running: dict[str, tuple[int, AnswerText]]) -> Delta:
+        if tokens.error is not None:
+            del running[tokens.request_id]
+            raise RuntimeError(tokens.error)
+        index, answer = running[tokens.request_id]
+        delta = answer.take(tokens)
+        if delta.finish_reason is not None:
+            del running[tokens.request_id]
+            self._engine.abort(tokens.request_id)
+        return Delta(index, delta.text, delta.token_ids, delta.depths, delta.finish_reason, delta.stop_reason)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from rlt.bench import serve
 from rlt.bench.numbers import percentile, spread_ms, tails_ms
 from rlt.bench.serve import BenchError, Load, Timing, measure, summary
 from rlt.bench.workload import random_prompts, task_prompts
+from rlt.cli.main import main
 
 Reply = Callable[[dict[str, Any]], tuple[int, list[str]]]
 
@@ -206,3 +208,57 @@ def test_percentiles_interpolate() -> None:
     assert math.isnan(percentile([], 50))
     assert tails_ms([0.001, 0.003]) == {"p50": 2.0, "p99": 2.98}
     assert spread_ms([0.001, 0.002, 0.003]) == {"median": 2.0, "p10": 1.2, "p90": 2.8}
+
+
+def command(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "serve", *words])
+    return int(caught.value.code or 0)
+
+
+class TestCommand:
+    @pytest.fixture
+    def sent(self, monkeypatch: pytest.MonkeyPatch) -> list[Load]:
+        loads: list[Load] = []
+
+        async def fake(load: Load) -> dict[str, Any]:
+            loads.append(load)
+            failed = 1 if load.model == "bad" else 0
+            error = {"first_error": "HTTP 500: x"} if failed else {}
+            return {"model": "m", "requests": 2, "failed": failed, "ttft_ms": {"p50": 1.0, "p99": 2.0}, **error}
+
+        monkeypatch.setattr(serve, "measure", fake)
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        return loads
+
+    def test_prints_what_was_measured(self, sent: list[Load], capsys: pytest.CaptureFixture[str]) -> None:
+        assert command("--requests", "2", "--json") == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["ttft_ms"] == {"p50": 1.0, "p99": 2.0}
+        assert {"config", "env", "command"} <= result.keys()
+        assert "torch" not in result["env"]
+        assert (sent[0].base_url, sent[0].concurrency, sent[0].rate) == ("http://127.0.0.1:8000", 8, None)
+        assert isinstance(sent[0].prompts[0], str)
+        assert command("--requests", "2") == 0
+        assert "p99 2.0" in capsys.readouterr().out
+
+    def test_takes_lengths_rates_and_depths(self, sent: list[Load]) -> None:
+        words = "--requests 3 --rate 5 --prompt-tokens 16 --max-tokens 9 --ignore-eos --loops 2 --api-key k"
+        assert command(*words.split(), "--base-url", "http://h:1/v1/") == 0
+        load = sent[0]
+        assert (load.base_url, load.concurrency, load.rate, load.max_tokens) == ("http://h:1", None, 5.0, 9)
+        assert [len(prompt) for prompt in load.prompts] == [16, 16, 16]
+        assert load.api_key == "k"
+        assert load.fields == {
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "max_loops": 2,
+            "min_loops": 2,
+            "exit_threshold": 1.0,
+        }
+
+    def test_failed_requests_fail_the_command(self, sent: list[Load], capsys: pytest.CaptureFixture[str]) -> None:
+        assert command("--requests", "2", "--model", "bad", "--json") == 1
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["failed"] == 1
+        assert captured.err == "rlt: 1 of 2 requests failed; the first: HTTP 500: x\n"

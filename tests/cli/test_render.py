@@ -16,7 +16,7 @@ def shown(*, coloured: bool, show_depths: bool, pieces: list[tuple[str, list[int
     stream = Stream(console, loops, show_depths)
     stream.start()
     for text, depths in pieces:
-        stream.write(text, depths)
+        stream.write(text, [7 + depth for depth in depths], depths)
     stream.finish()
     return out.getvalue()
 
@@ -41,8 +41,16 @@ def test_colours_follow_the_deepest_token_of_a_piece() -> None:
     assert "depths:" not in text
 
 
+def test_without_any_text_the_ids_are_shown() -> None:
+    pieces: list[tuple[str, list[int]]] = [("", [1, 4]), ("", [2])]
+    assert shown(coloured=False, show_depths=False, pieces=pieces) == "token ids: 8 11 9\n"
+    assert "\x1b[94m 8\x1b[0m\x1b[35m 11\x1b[0m" in shown(coloured=True, show_depths=True, pieces=pieces)
+
+
 def test_no_tokens_are_fine() -> None:
-    assert shown(coloured=False, show_depths=True, pieces=[]).endswith("0 tokens, 0.00 loops per token ()\n")
+    assert shown(coloured=False, show_depths=True, pieces=[]) == (
+        "token ids:\ndepths: \n0 tokens, 0.00 loops per token ()\n"
+    )
 
 
 def test_plain_text_is_not_laid_out() -> None:

@@ -26,6 +26,7 @@ def params(max_tokens=4, max_loops=3) -> ResolvedParams:
         min_p=0.0,
         seed=0,
         end_token_ids=(),
+        stop_token_ids=(),
         min_loops=1,
         max_loops=max_loops,
         exit_threshold=0.5,
@@ -104,7 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in plan.admitted:
             self.tables[request.slot] = {}
         for grant in plan.grants:
-            self.tables[grant.slot][grant.plane, grant.index] = grant.page
+            self.tables[grant.slot][grant.plane, grant.place] = grant.page
         slots = [r.slot for r in plan.decode] + [s.request.slot for s in plan.prompts]
         assert len(set(slots)) == len(slots)
         results: list[SlotResult | None] = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Golden, resolved, run_to_end
 
 from rlt.depth.ouro import ouro_exit
+from support import Golden, resolved, run_to_end
 
 LIMIT = 5e-4
 PROMPTS = ["p1", "p7", "p33", "p130"]
@@ -98,7 +98,7 @@ def test_negative_control_one_aliased_plane_gives_the_known_wrong_tokens(ouro_go
     first: dict[tuple[int, int], int] = {}
 
     def aliased(grants):
-        grant([g._replace(page=first.setdefault((g.slot, g.index), g.page)) for g in grants])
+        grant([g._replace(page=first.setdefault((g.slot, g.place), g.page)) for g in grants])
 
     engine.runner.slots.grant = aliased
     prompt = ouro_golden.prompts[name]

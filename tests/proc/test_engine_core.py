@@ -48,6 +48,7 @@ def params(max_tokens: int = 3) -> ResolvedParams:
         min_p=0,
         seed=1,
         end_token_ids=(2,),
+        stop_token_ids=(),
         min_loops=1,
         max_loops=4,
         exit_threshold=1,
@@ -106,7 +107,7 @@ def test_a_request_is_opened_before_its_tokens_and_each_tick_is_one_batch() -> N
         bench.commands.put(new("a"))
         first, second, third = bench.batch(), bench.batch(), bench.batch()
     opened, tokens = first.batch.items
-    assert opened == OpenText("a", Route(1, 5, 2), stop=("END",), end_token_ids=(2,), prompt_tail=(8, 9))
+    assert opened == OpenText("a", Route(1, 5, 2), stop=("END",), prompt_tail=(8, 9))
     assert tokens == Tokens("a", token_ids=(0,), depths=(2,))
     assert names(second.batch) == ["Tokens a"]
     assert third.batch.items == (Tokens("a", token_ids=(2,), depths=(2,), finish_reason="length"),)

@@ -15,7 +15,7 @@ from rlt.errors import RltError
 from rlt_protocols.control import Drain, PeerDown, PeerUp, StatusQuery, StatusReply, Stop
 from rlt_protocols.engine import AbortRequest, AddRequest, EngineStats, Route
 from rlt_protocols.params import ModelInfo, ResolvedParams
-from rlt_protocols.text import CloseText, OpenText, TokenBatch, Tokens
+from rlt_protocols.text import CloseText, OpenText, TokenBatch, Tokens, open_text
 from rltd.link.address import Peer
 from rltd.link.child import Order
 
@@ -159,18 +159,7 @@ class EngineCore:
         if request_id in self._routes:
             log.error("request id %s is in use; the second request is dropped", request_id)
             return
-        self._items.setdefault(route.detokenizer, []).append(
-            OpenText(
-                request_id=request_id,
-                route=route,
-                stop=params.stop,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-                end_token_ids=params.end_token_ids,
-                prompt_tail=header.prompt_tail,
-            )
-        )
+        self._items.setdefault(route.detokenizer, []).append(open_text(request_id, route, params, header.prompt_tail))
         self._routes[request_id] = route
         self._changed = True
         try:

@@ -15,7 +15,9 @@ async def read_json_body(headers: Headers, receive: Receive, limit: int) -> byte
     are ever held. Raises `ClientGone` when the client leaves first.
     """
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not (media_type.startswith("application/") and media_type.endswith("+json")):
+    if media_type != "application/json" and not (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    ):
         raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:

@@ -13,12 +13,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rlt.text.detokenize import PROMPT_TAIL_TOKENS
 from rlt_protocols.codec import encode, pack_ids
 from rlt_protocols.control import PeerDown, PeerUp, Role
 from rlt_protocols.engine import AbortRequest, AddRequest, EngineStats
 from rlt_protocols.params import ModelInfo, ResolvedParams
 from rlt_protocols.text import TextBatch, TextDelta
-from rlt.text.detokenize import PROMPT_TAIL_TOKENS
 from rltd.frontend.errors import ApiError, unavailable
 from rltd.frontend.job import Choice, Failure, Job
 from rltd.frontend.metrics import Metrics

@@ -33,14 +33,14 @@ from rltd.frontend.parse import (
     template_options,
 )
 
-R = TypeVar("R", bound=GenerationRequest, covariant=True)
+R_co = TypeVar("R_co", bound=GenerationRequest, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared(Generic[R]):
+class Prepared(Generic[R_co]):
     """A request that can be submitted."""
 
-    request: R
+    request: R_co
     choices: list[NewChoice]
     #: what each answer begins with: the prompt's text when the request asks for an echo
     echoes: list[str]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,9 +16,7 @@ from rlt_protocols.openai import (
     ChatChoice,
     ChatChunkChoice,
     ChatMessage,
-    ChatRequest,
     CompletionChoice,
-    CompletionRequest,
     Delta,
     GenerationRequest,
     LoopUsage,
@@ -26,6 +26,9 @@ from rlt_protocols.openai import (
 from rltd.frontend.job import Choice, Job, Update
 
 DONE = b"data: [DONE]\n\n"
+
+ObjectName = Literal["text_completion", "chat.completion", "chat.completion.chunk"]
+AnyChoice = CompletionChoice | ChatChoice | ChatChunkChoice
 
 _encoder = msgspec.json.Encoder()
 
@@ -39,7 +42,6 @@ def event(data: bytes) -> bytes:
 class Collected:
     """One answer as a whole."""
 
-    choice: Choice
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
@@ -54,8 +56,11 @@ class Collected:
         self.stop_reason = update.stop_reason
 
 
-class Shape:
+class Shape(ABC):
     """Writes one job's answers; the subclasses know the API."""
+
+    _object: ObjectName
+    _chunk_object: ObjectName
 
     def __init__(self, request: GenerationRequest, job: Job, model: str, echoes: list[str]) -> None:
         self._job = job
@@ -69,34 +74,51 @@ class Shape:
 
     def chunk(self, update: Update) -> bytes | None:
         """The event for an update, or None when it has nothing to show yet."""
-        index = update.choice.index
-        first = index not in self._begun
-        has_more = update.finish_reason is not None or (update.token_ids and (self._with_ids or self._with_depths))
-        if not (update.texts or has_more or (first and self._shows_begin(index))):
+        first = update.choice.index not in self._begun
+        asked_for = update.token_ids and (self._with_ids or self._with_depths)
+        if not (update.texts or update.finish_reason or asked_for or (first and self._begins_alone(update.choice))):
             return None
-        self._begun.add(index)
+        self._begun.add(update.choice.index)
         return event(_encoder.encode(self._chunk(update, first)))
 
     def usage_chunk(self) -> bytes:
         """The event with the totals, after the last chunk."""
-        return event(_encoder.encode(self._answer((), usage=usage_of(self._job))))
+        return event(_encoder.encode(self._answer((), usage_of(self._job), chunk=True)))
 
-    def whole(self, answers: list[Collected]) -> bytes:
+    def whole(self, answers: Sequence[Collected]) -> bytes:
         """The body of an answer that is not streamed."""
-        raise NotImplementedError
+        return _encoder.encode(self._whole(answers, usage_of(self._job)))
 
-    def _chunk(self, update: Update, first: bool) -> Answer:
-        raise NotImplementedError
+    @abstractmethod
+    def _chunk(self, update: Update, first: bool) -> Answer: ...
 
-    def _answer(self, choices: tuple[CompletionChoice, ...], usage: Usage | None | UnsetType) -> Answer:
-        raise NotImplementedError
+    @abstractmethod
+    def _whole(self, answers: Sequence[Collected], usage: Usage) -> Answer: ...
 
-    def _shows_begin(self, index: int) -> bool:
+    @abstractmethod
+    def _begins_alone(self, choice: Choice) -> bool:
         """Whether an answer starts with a chunk of its own, before it has text."""
-        raise NotImplementedError
+
+    def _answer(
+        self,
+        choices: tuple[AnyChoice, ...],
+        usage: Usage | UnsetType | None,
+        *,
+        chunk: bool,
+        prompt_token_ids: list[int] | UnsetType = UNSET,
+    ) -> Answer:
+        return Answer(
+            id=self._job.id,
+            object=self._chunk_object if chunk else self._object,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+            prompt_token_ids=prompt_token_ids,
+        )
 
     @property
-    def _no_usage(self) -> None | UnsetType:
+    def _no_usage(self) -> UnsetType | None:
         return None if self.with_usage else UNSET
 
     def _ids(self, ids: list[int]) -> list[int] | UnsetType:
@@ -110,23 +132,7 @@ class Shape:
 
 
 class CompletionShape(Shape):
-    def __init__(self, request: CompletionRequest, job: Job, model: str, echoes: list[str]) -> None:
-        super().__init__(request, job, model, echoes)
-
-    def whole(self, answers: list[Collected]) -> bytes:
-        choices = tuple(
-            CompletionChoice(
-                index=answer.choice.index,
-                text=self._echoes[answer.choice.index] + "".join(answer.texts),
-                finish_reason=answer.finish_reason,
-                stop_reason=answer.stop_reason,
-                token_ids=self._ids(answer.token_ids),
-                depths=self._depths(answer.depths),
-                prompt_token_ids=self._prompt_ids(answer.choice.index),
-            )
-            for answer in answers
-        )
-        return _encoder.encode(self._answer(choices, usage=usage_of(self._job)))
+    _object = _chunk_object = "text_completion"
 
     def _chunk(self, update: Update, first: bool) -> Answer:
         index = update.choice.index
@@ -139,17 +145,71 @@ class CompletionShape(Shape):
             depths=self._depths(update.depths),
             prompt_token_ids=self._prompt_ids(index) if first else UNSET,
         )
-        return self._answer((choice,), usage=self._no_usage)
+        return self._answer((choice,), self._no_usage, chunk=True)
 
-    def _answer(self, choices: tuple[CompletionChoice, ...], usage: Usage | None | UnsetType) -> Answer:
-        return Answer(
-            id=self._job.id,
-            object="text_completion",
-            created=self._created,
-            model=self._model,
-            choices=choices,
-            usage=usage,
+    def _whole(self, answers: Sequence[Collected], usage: Usage) -> Answer:
+        choices = tuple(
+            CompletionChoice(
+                index=index,
+                text=self._echoes[index] + "".join(answer.texts),
+                finish_reason=answer.finish_reason,
+                stop_reason=answer.stop_reason,
+                token_ids=self._ids(answer.token_ids),
+                depths=self._depths(answer.depths),
+                prompt_token_ids=self._prompt_ids(index),
+            )
+            for index, answer in enumerate(answers)
         )
+        return self._answer(choices, usage, chunk=False)
 
-    def _shows_begin(self, index: int) -> bool:
-        return bool(self._echoes[index])
+    def _begins_alone(self, choice: Choice) -> bool:
+        return bool(self._echoes[choice.index])
+
+
+class ChatShape(Shape):
+    _object = "chat.completion"
+    _chunk_object = "chat.completion.chunk"
+
+    def _chunk(self, update: Update, first: bool) -> Answer:
+        role: Literal["assistant"] | UnsetType = "assistant" if first else UNSET
+        choice = ChatChunkChoice(
+            index=update.choice.index,
+            delta=Delta(role, update.text if update.texts or first else UNSET),
+            finish_reason=update.finish_reason,
+            stop_reason=update.stop_reason,
+            token_ids=self._ids(update.token_ids),
+            depths=self._depths(update.depths),
+        )
+        prompt_ids = self._prompt_ids(0) if len(self._begun) == 1 and first else UNSET
+        return self._answer((choice,), self._no_usage, chunk=True, prompt_token_ids=prompt_ids)
+
+    def _whole(self, answers: Sequence[Collected], usage: Usage) -> Answer:
+        choices = tuple(
+            ChatChoice(
+                index=index,
+                message=ChatMessage("".join(answer.texts)),
+                finish_reason=answer.finish_reason,
+                stop_reason=answer.stop_reason,
+                token_ids=self._ids(answer.token_ids),
+                depths=self._depths(answer.depths),
+            )
+            for index, answer in enumerate(answers)
+        )
+        return self._answer(choices, usage, chunk=False, prompt_token_ids=self._prompt_ids(0))
+
+    def _begins_alone(self, choice: Choice) -> bool:
+        return True
+
+
+def usage_of(job: Job) -> Usage:
+    """The totals of a job; a prompt counts once however many answers it gets."""
+    tokens = sum(choice.completion_tokens for choice in job.choices)
+    loops = sum(choice.loops for choice in job.choices)
+    cached = {id(choice.prompt): choice.cached_tokens for choice in job.choices}
+    return Usage(
+        prompt_tokens=job.prompt_tokens,
+        completion_tokens=tokens,
+        total_tokens=job.prompt_tokens + tokens,
+        prompt_tokens_details=PromptTokensDetails(sum(cached.values())),
+        loops=LoopUsage(loops / tokens if tokens else 0.0, loops),
+    )

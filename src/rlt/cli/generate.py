@@ -68,7 +68,7 @@ def generate(
             shown = Stream(console, llm.info.loops, show_depths)
             shown.start()
             for delta in llm.stream([one], params):
-                shown.write(delta.text, delta.depths)
+                shown.write(delta.text, delta.token_ids, delta.depths)
             shown.finish()
     finally:
         llm.close()

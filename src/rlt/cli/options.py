@@ -33,9 +33,4 @@ def open_llm(
     settings = load_config(config, assignments=assignments or ())
     from rlt.llm import LLM
 
-    return LLM(
-        model or settings.model.path,
-        device=device or settings.engine.device,
-        dtype=dtype or settings.model.dtype,
-        config=dataclasses.asdict(settings),
-    )
+    return LLM(model, device=device, dtype=dtype, config=dataclasses.asdict(settings))

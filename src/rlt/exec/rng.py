@@ -1,4 +1,4 @@
-"""A counter-based generator: the draw for (seed, position) is the same in any batch, on any device, after any restore."""
+"""A counter-based generator: the draw for (seed, position) is the same in any batch, on any device, at any time."""
 
 from __future__ import annotations
 

@@ -28,7 +28,14 @@ def sample(
     drawn = (temperature > 0).nonzero()[:, 0]
     if len(drawn) == 0:
         return tokens
-    row = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "position": position}
+    row = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "position": position,
+    }
     row = {name: value[drawn] for name, value in row.items()}
     probs = torch.softmax(logits[drawn] / row["temperature"][:, None], -1).double()
     u = uniform(row["seed"], row["position"])

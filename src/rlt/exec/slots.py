@@ -61,8 +61,8 @@ class Slots:
     def grant(self, grants: Sequence[PageGrant]) -> None:
         """Enter new pages into the page tables."""
         if grants:
-            slot, plane, index, page = torch.tensor(grants, device=self.device).unbind(1)
-            self.page_table[slot, plane, index] = page
+            slot, plane, place, page = torch.tensor(grants, device=self.device).unbind(1)
+            self.page_table[slot, plane, place] = page
 
     def bar_early_ends(self, slots: Tensor, logits: Tensor) -> None:
         """Set the end ids' logits [rows, vocab] to minus infinity, in place, in rows below their min_tokens."""

@@ -24,11 +24,11 @@ class PromptSegment(NamedTuple):
 
 
 class PageGrant(NamedTuple):
-    """Page `page` now holds positions `index * page_size ...` of (slot, plane)."""
+    """Page `page` now holds positions `place * page_size ...` of (slot, plane)."""
 
     slot: int
     plane: int
-    index: int
+    place: int
     page: int
 
 
@@ -48,6 +48,7 @@ class TickPlan:
     def sampling(self) -> list[Request]:
         """Every request of which this tick may produce a token, in the order of the results."""
         return [*self.decode, *(segment.request for segment in self.prompts if segment.samples)]
+
     @property
     def prompt_rows(self) -> int:
         return sum(len(segment.rows) for segment in self.prompts)

@@ -59,7 +59,9 @@ class Request:
     promised: int = 0
 
     def move(self, stage: Stage) -> None:
-        assert stage in TRANSITIONS[self.stage], f"request {self.id}: {self.stage.name} -> {stage.name} is no transition"
+        assert stage in TRANSITIONS[self.stage], (
+            f"request {self.id}: {self.stage.name} -> {stage.name} is no transition"
+        )
         self.stage = stage
 
     @property

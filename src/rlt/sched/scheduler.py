@@ -10,7 +10,16 @@ from collections import deque
 from collections.abc import Sequence
 
 from rlt.kv.pages import PagePool
-from rlt.sched.plan import END_LENGTH, END_NONE, END_NOT_FINITE, END_STOP, PageGrant, PromptSegment, SlotResult, TickPlan
+from rlt.sched.plan import (
+    END_LENGTH,
+    END_NONE,
+    END_NOT_FINITE,
+    END_STOP,
+    PageGrant,
+    PromptSegment,
+    SlotResult,
+    TickPlan,
+)
 from rlt.sched.request import Chunk, Request, Stage
 from rlt_protocols.params import ResolvedParams
 from rlt_protocols.text import Tokens
@@ -46,7 +55,7 @@ class Scheduler:
         request.promised = self._pages_for(len(prompt) + params.max_tokens) * request.planes
         if request.promised > self.pool.total:
             raise ValueError(
-                f"the request may need {request.promised} KV pages; the cache has {self.pool.total} (kv.pages, kv.bytes)"
+                f"may need {request.promised} KV pages; the cache has {self.pool.total} (kv.pages, kv.bytes)"
             )
         self.requests[request_id] = request
         self.waiting.append(request)
@@ -132,10 +141,10 @@ class Scheduler:
         """Give every plane pages for the first `positions` positions. Admission promised them, so they are there."""
         have = len(request.pages[0])
         need = self._pages_for(positions)
-        for index in range(have, need):
+        for place in range(have, need):
             for plane, page in enumerate(self.pool.allocate(request.planes)):
                 request.pages[plane].append(page)
-                plan.grants.append(PageGrant(request.slot, plane, index, page))
+                plan.grants.append(PageGrant(request.slot, plane, place, page))
 
     def _pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
@@ -178,7 +187,8 @@ class Scheduler:
         if result.end == END_LENGTH:
             return Tokens(request.id, (result.token,), (result.depth,), finish_reason="length")
         assert result.end == END_STOP
-        return Tokens(request.id, (result.token,), (result.depth,), finish_reason="stop", stop_reason=result.token)
+        reason = result.token if result.token in request.params.stop_token_ids else None
+        return Tokens(request.id, (result.token,), (result.depth,), finish_reason="stop", stop_reason=reason)
 
     # -- looking in ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,98 @@
+"""Entry of the frontend process: HTTP in front of the engines. It never imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import uvloop
+import zmq
+
+from rlt.config import Config
+from rlt.errors import RltError
+from rlt.models.directory import resolve_model
+from rlt.text.chat import load_chat_template
+from rlt.text.tokenizer import load_tokenizer
+from rltd.frontend.app import Api
+from rltd.frontend.engine_client import EngineClient
+from rltd.frontend.inbox import InboxReader
+from rltd.frontend.metrics import Metrics
+from rltd.frontend.prepare import Preparer
+from rltd.frontend.process import Frontend
+from rltd.frontend.server import listening_socket, make_server
+from rltd.link.child import ChildLink, LinkError, Order
+from rltd.link.inbox import bind_inbox
+from rltd.link.logs import configure_logging
+from rltd.link.outbox import Outboxes
+
+#: Threads that parse, render and tokenize; the library releases the interpreter lock while it tokenizes.
+WORKERS = min(4, os.cpu_count() or 1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the frontend under a supervisor until told to stop; returns the exit code."""
+    try:
+        link = ChildLink.connect("frontend", argv)
+    except LinkError:
+        return 1
+    configure_logging(link.config.log, "frontend")
+    try:
+        preparer = load_preparer(link.config)
+    except RltError as error:
+        link.fatal(str(error), usage=True)
+        return 2
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(link, preparer))
+    return 0
+
+
+def load_preparer(config: Config) -> Preparer:
+    """Read the model's tokenizer and chat template. Raises `ModelError`."""
+    directory = resolve_model(config.model.path, config.model.revision)
+    override = Path(config.model.chat_template) if config.model.chat_template is not None else None
+    return Preparer(load_tokenizer(directory), load_chat_template(directory, override))
+
+
+async def _serve(link: ChildLink, preparer: Preparer) -> None:
+    assert link.http_fd is not None, "the supervisor gives the frontend its socket"
+    config = link.config.server
+    loop = asyncio.get_running_loop()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = bind_inbox(context, link.run_dir, link.peer)
+    with Outboxes(context, link.run_dir) as outboxes, ThreadPoolExecutor(WORKERS, "prepare") as workers:
+        metrics = Metrics()
+        client = EngineClient(
+            outboxes.send, link.peer.generation, metrics, max_queue=config.max_queue, drop=outboxes.drop
+        )
+        api = Api(client, preparer, metrics, workers, max_body_bytes=config.max_body_bytes)
+        server = make_server(api.app())
+        serving = asyncio.create_task(server.serve(sockets=[listening_socket(link.http_fd)]))
+
+        async def stop_serving() -> None:
+            server.should_exit = True
+            await serving
+
+        frontend = Frontend(client, link.send, stop_serving)
+        reader = InboxReader(inbox, frontend.on_message)
+
+        def on_order(order: Order) -> None:
+            loop.call_soon_threadsafe(frontend.on_order, order)
+
+        link.watch(on_order)
+        link.ready()
+        running = asyncio.create_task(frontend.run())
+        await asyncio.wait({running, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()  # raises what ended the server, unless a drain did
+        await running
+        reader.close()
+    inbox.close()
+    context.term()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
