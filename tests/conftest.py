@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,3 +46,11 @@ def make_engine(ouro_golden: Golden) -> Callable[..., Any]:
         return Engine(load_config(overrides=tree))
 
     return make
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory whose path leaves room for socket names; pytest's own may not."""
+    path = Path(tempfile.mkdtemp(prefix="rlt-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

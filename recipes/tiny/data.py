@@ -9,22 +9,38 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from rlt.evals.tasks import SYSTEM_PROMPTS, TASKS, Example, sample
+from tokenizer import END_OF_TEXT, IM_END, SPECIALS, chat_text
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tokenizer import END_OF_TEXT, IM_END, SPECIALS, chat_text
+from rlt.evals.tasks import SYSTEM_PROMPTS, TASKS, Example, sample
 
 # The workers are the parallelism.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Longer rows in every fourth batch: several turns, many questions and far positions are then nothing new.
-ROW_TOKENS = (256, 256, 256, 1024)
+# Longer rows in every sixth batch: several turns, many questions and far positions are then nothing new.
+ROW_TOKENS = (256, 256, 256, 256, 256, 2048)
 # Hard to learn families come more often.
 TASK_WEIGHTS = {"addition": 2, "subtraction": 2, "chains": 3, "hops": 3, "word_problems": 3}
 FULL_LEVELS_AFTER = 0.15
 """Share of the training after which all levels are drawn; before, the hardest level grows from 2."""
+
+
+SMALL_TALK_SHARE = 0.01
+SMALL_TALK = (
+    ("Hello", "Hello! Ask me a small question."),
+    ("Hi", "Hello! Ask me a small question."),
+    ("Hello!", "Hello! Ask me a small question."),
+    ("Hi!", "Hello! Ask me a small question."),
+    ("How are you?", "I am fine, thank you. Ask me a small question."),
+    ("Who are you?", "I am a tiny looped model. I think in loops before I write."),
+    ("What are you?", "I am a tiny looped model. I think in loops before I write."),
+    ("What can you do?", "I add and subtract, follow assignments, count things and know who works for whom."),
+    ("Help", "I add and subtract, follow assignments, count things and know who works for whom."),
+    ("Thank you!", "You are welcome."),
+    ("Thanks", "You are welcome."),
+)
 
 
 class Batch(NamedTuple):
@@ -53,10 +69,16 @@ def document(examples: list[Example], rng: Random) -> list[Piece]:
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.4 else None
     pieces: list[Piece] = []
     for question, answer in turns:
-        pieces += chat_form(Example("", question, answer, 0), system)
-        pieces.append(Piece("\n", False))
+        pieces += [*chat_form(Example("", question, answer, 0), system), Piece("\n", False)]
         system = None
     return [*pieces, Piece(SPECIALS[END_OF_TEXT], False)]
+
+
+def small_talk(rng: Random) -> list[Piece]:
+    """A greeting or a question about the model itself."""
+    said, reply = rng.choice(SMALL_TALK)
+    prompt = chat_text([{"role": "user", "content": said}])
+    return [Piece(prompt, False), Piece(reply + SPECIALS[IM_END], True), Piece("\n" + SPECIALS[END_OF_TEXT], False)]
 
 
 def raw_form(example: Example) -> list[Piece]:
@@ -105,6 +127,8 @@ class Stream(Dataset[Batch]):
         return Batch(torch.from_numpy(tokens), torch.from_numpy(answer))
 
     def _document(self, rng: Random, growth: float) -> list[Piece]:
+        if rng.random() < SMALL_TALK_SHARE:
+            return small_talk(rng)
         tasks = rng.choices(list(TASK_WEIGHTS), list(TASK_WEIGHTS.values()), k=rng.choice((1, 1, 1, 1, 2, 3)))
         drawn = [sample(task, "train", rng, 2 + math.floor(growth * (TASKS[task].levels - 1))) for task in tasks]
         return document(drawn, rng)

@@ -8,19 +8,19 @@ depends only on earlier tokens, and a token that stopped at loop e shows its key
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
-from rlt.evals.tasks import SYSTEM_PROMPTS, Split, examples
+from model import Ouro, OuroShape
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from data import Batch, chat_form, pad, raw_form
-from model import Ouro, OuroShape
+from data import Batch, Piece, chat_form, pad, raw_form
+from rlt.evals.tasks import SYSTEM_PROMPTS, examples
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 BATCH = 250
@@ -28,42 +28,53 @@ BATCH = 250
 
 @dataclass(slots=True)
 class Score:
-    """Counts over examples; `rest` leaves out the first answer token, which always runs every loop."""
+    """Counts over examples; the first answer token of each always runs every loop."""
 
+    depth: int
     right: int = 0
     seen: int = 0
     loops: int = 0
     tokens: int = 0
-    loops_rest: int = 0
-    tokens_rest: int = 0
 
-    def add(self, right: Tensor, loops: Tensor, tokens: Tensor, depth: int) -> None:
-        """right, loops and tokens [B]: exact match, loops spent on and number of answer tokens of each example."""
-        rows = len(right)
-        self.right += int(right.sum())
-        self.seen += rows
-        self.loops += int(loops.sum())
-        self.tokens += int(tokens.sum())
-        self.loops_rest += int(loops.sum()) - depth * rows
-        self.tokens_rest += int(tokens.sum()) - rows
+    def add(self, right: bool, loops: int, tokens: int) -> None:
+        """One example: exact match, loops spent on its answer tokens and their number."""
+        self.right += right
+        self.seen += 1
+        self.loops += loops
+        self.tokens += tokens
 
-    def summary(self) -> dict[str, float]:
-        return {
-            "exact_match_pct": round(100 * self.right / self.seen, 2),
-            "mean_loops": round(self.loops / self.tokens, 3),
-            "mean_loops_after_first": round(self.loops_rest / self.tokens_rest, 3),
-        }
+    def exact_match_pct(self) -> float:
+        return round(100 * self.right / self.seen, 2)
+
+    def mean_loops(self) -> float:
+        return round(self.loops / self.tokens, 3)
+
+    def mean_loops_after_first(self) -> float:
+        return round((self.loops - self.depth * self.seen) / (self.tokens - self.seen), 3)
 
 
 @dataclass(slots=True)
-class Table:
-    """Scores of one setting: over everything, and by task, form and task level."""
+class Row:
+    """The scores of one setting: over everything, and for every part (kind, name) of the examples."""
 
-    total: Score = field(default_factory=Score)
-    parts: dict[str, Score] = field(default_factory=lambda: defaultdict(Score))
+    total: Score
+    parts: dict[tuple[str, str], Score]
 
     def summary(self) -> dict[str, object]:
-        return {**self.total.summary(), "parts": {key: part.summary() for key, part in sorted(self.parts.items())}}
+        """Plain numbers for the results file; parts as {kind: {name: [exact match in %, mean loops]}}."""
+        kinds: dict[str, dict[str, list[float]]] = defaultdict(dict)
+        for (kind, name), score in sorted(self.parts.items()):
+            kinds[kind][name] = [score.exact_match_pct(), score.mean_loops()]
+        return {
+            "exact_match_pct": self.total.exact_match_pct(),
+            "mean_loops": self.total.mean_loops(),
+            "mean_loops_after_first": self.total.mean_loops_after_first(),
+            **kinds,
+        }
+
+
+Part = tuple[str, str]
+Batches = list[tuple[Batch, list[list[Part]]]]
 
 
 class HazardExit:
@@ -96,58 +107,72 @@ def run_batch(model: Ouro, batch: Batch, loops: int, threshold: float) -> tuple[
     return right, (exits.loops * wanted).sum(dim=1), wanted.sum(dim=1)
 
 
-def heldout_batches(
-    tokenizer: Tokenizer, per_task: int, seed: int, device: torch.device, split: Split = "heldout"
-) -> list[tuple[Batch, list[str]]]:
-    """Every example once raw and once as a chat turn (half of those with a system message), with its part names."""
+def heldout_batches(tokenizer: Tokenizer, per_task: int, seed: int, device: torch.device) -> Batches:
+    """Every example once raw and once as a chat turn (half of those with a system message), with its parts."""
     rng = Random(f"forms/{seed}")
-    rows = []
-    for e in examples(split, per_task, seed):
+    rows: list[tuple[list[Piece], list[Part]]] = []
+    for e in examples("heldout", per_task, seed):
         system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.5 else None
-        level = f"level {e.task} {e.difficulty}"
-        rows.append((raw_form(e), [f"task {e.task}", "form raw", level]))
-        rows.append((chat_form(e, system), [f"task {e.task}", "form chat", level]))
+        parts = [("by_task", e.task), ("by_level", f"{e.task} {e.difficulty}")]
+        rows.append((raw_form(e), [*parts, ("by_form", "raw")]))
+        rows.append((chat_form(e, system), [*parts, ("by_form", "chat")]))
     rows.sort(key=lambda row: sum(len(piece.text) for piece in row[0]))
-    batches = []
+    batches: Batches = []
     for at in range(0, len(rows), BATCH):
         chunk = rows[at : at + BATCH]
         batch = pad([pieces for pieces, _ in chunk], tokenizer)
-        batches.append((Batch(*(t.to(device) for t in batch)), [parts for _, parts in chunk]))
+        batches.append((Batch(batch.tokens.to(device), batch.answer.to(device)), [parts for _, parts in chunk]))
     return batches
 
 
-def measure(
-    model: Ouro, batches: Sequence[tuple[Batch, list[list[str]]]], loops: int, threshold: float
-) -> dict[str, object]:
-    """The table of one setting: `loops` for everything, exits at `threshold` (1.0: never)."""
-    table = Table()
+def measure(model: Ouro, batches: Batches, loops: int, threshold: float = 1.0) -> Row:
+    """The scores of one setting: `loops` for everything, exits at `threshold` (1.0: never)."""
+    row = Row(Score(loops), defaultdict(lambda: Score(loops)))
     for batch, parts in batches:
-        right, spent, count = (t.cpu() for t in run_batch(model, batch, loops, threshold))
-        table.total.add(right, spent, count, loops)
-        for i, names in enumerate(parts):
+        counts = (t.tolist() for t in run_batch(model, batch, loops, threshold))
+        for right, spent, tokens, names in zip(*counts, parts, strict=True):
+            row.total.add(right, spent, tokens)
             for name in names:
-                table.parts[name].add(right[i : i + 1], spent[i : i + 1], count[i : i + 1], loops)
-    return table.summary()
+                row.parts[name].add(right, spent, tokens)
+    return row
 
 
-def full_table(model: Ouro, batches: Sequence[tuple[Batch, list[list[str]]]]) -> dict[str, dict[str, object]]:
-    """By loops (prompt and decode alike run that many) and by threshold (decode tokens only)."""
-    depth = model.shape.loops
-    return {
-        "by_loops": {str(n): measure(model, batches, n, 1.0) for n in range(1, depth + 1)},
-        "by_threshold": {str(q): measure(model, batches, depth, q) for q in THRESHOLDS},
-    }
+def by_loops(model: Ouro, batches: Batches) -> dict[int, Row]:
+    """Prompt and decode alike run that many loops."""
+    return {n: measure(model, batches, n) for n in range(1, model.shape.loops + 1)}
 
 
-def recommended_threshold(by_threshold: dict[str, dict[str, object]], keep: float = 0.995) -> float:
+def by_threshold(model: Ouro, batches: Batches) -> dict[float, Row]:
+    """Decode tokens stop early, the prompt runs every loop."""
+    return {q: measure(model, batches, model.shape.loops, q) for q in THRESHOLDS}
+
+
+def recommended_threshold(rows: dict[float, Row], keep: float = 0.995) -> float:
     """The threshold with the fewest loops that keeps at least `keep` of the full-depth exact match."""
-    full = float(str(by_threshold["1.0"]["exact_match_pct"]))
-    good = [q for q, row in by_threshold.items() if float(str(row["exact_match_pct"])) >= keep * full]
-    return float(min(good, key=lambda q: float(str(by_threshold[q]["mean_loops"]))))
+    full = rows[1.0].total.exact_match_pct()
+    good = [q for q, row in rows.items() if row.total.exact_match_pct() >= keep * full]
+    return min(good, key=lambda q: rows[q].total.mean_loops())
+
+
+def table(loops: dict[int, Row], thresholds: dict[float, Row]) -> str:
+    """A Markdown table: exact match by task for every setting."""
+    tasks = sorted({name for kind, name in loops[1].parts if kind == "by_task"})
+    lines = ["| setting | exact match | " + " | ".join(tasks) + " | mean loops | after the first token |"]
+    lines.append("|---" * (len(tasks) + 4) + "|")
+    settings = [(f"{n} loops", row) for n, row in loops.items()]
+    settings += [(f"threshold {q}", row) for q, row in thresholds.items()]
+    for name, row in settings:
+        scores = [row.total, *(row.parts["by_task", task] for task in tasks)]
+        cells = [f"{score.exact_match_pct():.1f}" for score in scores]
+        cells += [f"{row.total.mean_loops():.2f}", f"{row.total.mean_loops_after_first():.2f}"]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 @torch.no_grad()
-def generate(model: Ouro, tokenizer: Tokenizer, prompt: str, threshold: float, limit: int = 32) -> tuple[str, list[int]]:
+def generate(
+    model: Ouro, tokenizer: Tokenizer, prompt: str, threshold: float, limit: int = 32
+) -> tuple[str, list[int]]:
     """Greedy text for one prompt, and the loops spent on each of its tokens (recomputes the prefix: for display)."""
     ids = tokenizer.encode(prompt).ids
     start = len(ids)
@@ -163,7 +188,7 @@ def generate(model: Ouro, tokenizer: Tokenizer, prompt: str, threshold: float, l
     return tokenizer.decode(ids[start:], skip_special_tokens=True), spent
 
 
-def load(folder: Path) -> tuple[Ouro, Tokenizer, dict[str, object]]:
+def load(folder: Path) -> tuple[Ouro, Tokenizer, dict[str, Any]]:
     """A saved model in fp32, its tokenizer and its config."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     shape = OuroShape(
@@ -193,10 +218,11 @@ def main() -> None:
     args = parser.parse_args()
     model, tokenizer, config = load(args.folder)
     if args.ask:
-        print(*generate(model, tokenizer, args.ask, float(str(config["early_exit_threshold"]))))
+        text, loops = generate(model, tokenizer, args.ask, config["early_exit_threshold"])
+        print(text, loops)
         return
-    table = full_table(model, heldout_batches(tokenizer, args.per_task, args.seed, torch.device("cpu")))
-    print(json.dumps(table, indent=1))
+    batches = heldout_batches(tokenizer, args.per_task, args.seed, torch.device("cpu"))
+    print(table(by_loops(model, batches), by_threshold(model, batches)))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class OuroShape:
     loops: int = 4
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
-    max_positions: int = 4096
+    max_positions: int = 2048
 
     @property
     def head_dim(self) -> int:
@@ -201,6 +201,12 @@ class Ouro(nn.Module):
     def gate(self, hidden: Tensor) -> Tensor:
         """Exit gate logits [...] of normed hidden states [..., H], in fp32."""
         return self.model.early_exit_gate(hidden.float()).squeeze(-1)
+
+
+def compile_layers() -> None:
+    """Compile the layer, the one piece that runs layers x loops times a step."""
+    torch._dynamo.config.recompile_limit = 64
+    Layer.forward = torch.compile(Layer.forward, dynamic=False)  # type: ignore[method-assign]
 
 
 def exit_probabilities(gate: Tensor) -> Tensor:

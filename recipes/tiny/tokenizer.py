@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from random import Random
 
-from rlt.evals.tasks import ITEMS, NAMES, TASKS, Example, Message, sample
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from rlt.evals.tasks import ITEMS, NAMES, TASKS, Example, Message, sample
 
 END_OF_TEXT, IM_START, IM_END = 0, 1, 2
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

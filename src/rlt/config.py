@@ -56,7 +56,7 @@ class EngineConfig:
     #: prompt tokens of one chunk
     prefill_chunk: int = field(default=256, metadata=_at_least(1))
     attention: Literal["auto", "torch"] = "auto"
-    #: CPU threads of the engine; None lets torch decide
+    #: CPU threads of the engine; None takes all cores but one
     cpu_threads: int | None = field(default=None, metadata=_at_least(1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,8 +36,8 @@ class Engine:
     """
 
     def __init__(self, config: Config, progress: Progress | None = None) -> None:
-        if config.engine.cpu_threads is not None:
-            torch.set_num_threads(config.engine.cpu_threads)
+        # One core is left to the other processes: a thread that waits for its turn stalls all threads of a tick.
+        torch.set_num_threads(config.engine.cpu_threads or max(1, (os.cpu_count() or 1) - 1))
         directory = resolve_model(config.model.path, config.model.revision)
         spec = read_spec(directory)
         device = choose_device(config.engine.device)

@@ -39,11 +39,9 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"rlt {rlt.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "words", [["nope"], ["generate", "--nope"], ["eval", "nope"], ["bench", "latency", "--batch", "0"]]
-)
-def test_bad_usage_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*words) == 2
+@pytest.mark.parametrize("line", ["nope", "generate --nope", "eval nope", "bench latency --batch 0"])
+def test_bad_usage_is_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*line.split()) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 

@@ -160,8 +160,9 @@ async def served(
     client = EngineClient(backend.send, 1, metrics, max_queue=max_queue, drop=backend.drop)
     backend.client = client
     chat_template = template or (ChatTemplate(CHATML) if tokenizer is not None else None)
+    preparer = Preparer(tokenizer, chat_template, max_answers=max_queue)
     with ThreadPoolExecutor(1) as workers:
-        api = Api(client, Preparer(tokenizer, chat_template), metrics, workers, max_body_bytes=max_body_bytes)
+        api = Api(client, preparer, metrics, workers, max_body_bytes=max_body_bytes, max_preparing=max_queue)
         app = api.app()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://rlt") as http:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import httpx
 import pytest
 
-from frontend.harness import TOKENIZER, events, served
+from frontend.harness import TOKENIZER, Served, events, served
 
 USAGE = {
     "prompt_tokens": len(TOKENIZER.encode("hello")),
@@ -216,17 +221,13 @@ async def test_messages_of_all_forms() -> None:
     assert text == "<|user|>system: a\nb\n<|user|>assistant: \n<|user|>assistant:<think>"
 
 
-async def _answered(server, request):  # type: ignore[no-untyped-def]
+async def _answered(server: Served, request: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
     """Let the reader take every piece before the next one comes."""
-    import asyncio
-
-    task = asyncio.ensure_future(request)
-    added = [*await server.backend.wait_added()]
-    await asyncio.sleep(0.01)
-    added = list(server.backend.added)
+    task = asyncio.create_task(request)
+    await server.backend.wait_added()
     pieces = server.backend.pieces
     for number, piece in enumerate(pieces):
-        for one in added:
+        for one in server.backend.added:
             server.backend.deliver(
                 one,
                 text=piece,

@@ -16,12 +16,12 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from conftest import GOLDEN
 from rlt.errors import ModelError
 from rlt.models import directory
 from rlt.models.directory import resolve_model, weight_files, weight_index
+from support import DATA
 
-TINY = GOLDEN / "ouro-tiny"
+TINY = DATA / "golden" / "ouro-tiny"
 
 
 @pytest.fixture

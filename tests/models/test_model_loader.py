@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import GOLDEN
 from rlt.errors import ModelError
 from rlt.models.loader import checkpoint_bytes, fingerprint, load_tensors
+from support import DATA
 
 CPU = torch.device("cpu")
 EXPECTED = {"a": (2, 3), "b": (4,), "c": (1,)}
@@ -194,7 +194,7 @@ class TestFingerprint:
 
 
 def test_the_golden_checkpoint_loads() -> None:
-    tiny = GOLDEN / "ouro-tiny"
+    tiny = DATA / "golden" / "ouro-tiny"
     stored = load_file(tiny / "model.safetensors")
     expected = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     loaded = load_tensors(tiny, expected, dtype=torch.float32, device=CPU)

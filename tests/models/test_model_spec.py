@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import GOLDEN
 from rlt.errors import ModelError
 from rlt.models.spec import ModelSpec, read_spec
+from support import DATA
 
 Edit = Callable[..., Path]
-TINY = GOLDEN / "ouro-tiny"
+TINY = DATA / "golden" / "ouro-tiny"
 
 
 @pytest.fixture

@@ -47,13 +47,25 @@ def living(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if lives(process)]
 
 
-class Running:
-    """Starts the daemon with fake children; lines of stdout and stderr are collected together."""
+def fake_daemon(*assignments: str) -> list[str]:
+    """Command line of a daemon whose children are fakes."""
+    return [sys.executable, str(DAEMON), "server.port=0", *assignments]
 
-    def __init__(self, base: Path, *assignments: str, env: dict[str, str] | None = None) -> None:
+
+def real_daemon(model: str, *assignments: str) -> list[str]:
+    """Command line of the daemon as users start it, in float32 on the CPU and on a free port."""
+    settings = ["server.port=0", "engine.device=cpu", "model.dtype=float32", *assignments]
+    sets = [word for setting in settings for word in ("--set", setting)]
+    return [sys.executable, "-m", "rltd.main", "start", "--model", model, *sets]
+
+
+class Running:
+    """Starts a daemon; lines of stdout and stderr are collected together."""
+
+    def __init__(self, base: Path, command: list[str], env: dict[str, str] | None = None) -> None:
         self.base = base / "rltd"
         self.process = subprocess.Popen(
-            [sys.executable, str(DAEMON), "server.port=0", *assignments],
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -95,6 +107,10 @@ class Running:
     def ready(self) -> Running:
         self.line(r"^ready in \d+\.\d s")
         return self
+
+    @property
+    def url(self) -> str:
+        return self.line(r"^rlt .* (http://\S+)$").group(1)
 
     def orders(self, me: str, kind: str, about: str | None = None, *, count: int = 1) -> list[dict[str, Any]]:
         """Wait until the fake process `me` was told at least `count` orders of this kind, e.g. `peer-down`."""

@@ -23,7 +23,7 @@ from rlt_protocols.params import ModelInfo
 from rltd.frontend.answer import JobAnswer
 from rltd.frontend.body import read_json_body
 from rltd.frontend.engine_client import RESTART_RETRY_AFTER_S, EngineClient
-from rltd.frontend.errors import JSON, ApiError, ClientGone, internal, unavailable
+from rltd.frontend.errors import JSON, ApiError, ClientGone, internal, too_busy, unavailable
 from rltd.frontend.metrics import Metrics
 from rltd.frontend.prepare import Preparer, check_model
 from rltd.frontend.request_id import RequestIds
@@ -36,13 +36,23 @@ class Api:
     """The endpoints. CPU work of unknown size (JSON, templates, tokenizing) runs on `workers`."""
 
     def __init__(
-        self, client: EngineClient, preparer: Preparer, metrics: Metrics, workers: Executor, *, max_body_bytes: int
+        self,
+        client: EngineClient,
+        preparer: Preparer,
+        metrics: Metrics,
+        workers: Executor,
+        *,
+        max_body_bytes: int,
+        max_preparing: int,
     ) -> None:
         self._client = client
         self._preparer = preparer
         self._metrics = metrics
         self._workers = workers
         self._max_body_bytes = max_body_bytes
+        #: requests whose body is being read or prepared; bounded like those that run
+        self._preparing = 0
+        self._max_preparing = max_preparing
         self._created = int(time.time())
 
     def app(self) -> ASGIApp:
@@ -116,8 +126,14 @@ class Api:
         return _json(VersionBody(__version__))
 
     async def _prepared(self, request: Request, info: ModelInfo, prepare: Callable[[bytes, ModelInfo], T]) -> T:
-        body = await read_json_body(request.headers, request.receive, self._max_body_bytes)
-        return await asyncio.get_running_loop().run_in_executor(self._workers, prepare, body, info)
+        if self._preparing >= self._max_preparing:
+            raise too_busy()
+        self._preparing += 1
+        try:
+            body = await read_json_body(request.headers, request.receive, self._max_body_bytes)
+            return await asyncio.get_running_loop().run_in_executor(self._workers, prepare, body, info)
+        finally:
+            self._preparing -= 1
 
     def _info(self) -> ModelInfo:
         info = self._client.info

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from rltd.frontend.errors import ApiError, ClientGone
 
+BODY_TIMEOUT_S = 60
+
 
 async def read_json_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     """Return the body of a JSON request.
 
-    Raises `ApiError` 415 or 413, the latter as soon as the limit is passed: no more than `limit` bytes and one piece
+    Raises `ApiError` 415, 408 or 413, the last as soon as the limit is passed: no more than `limit` bytes and one piece
     are ever held. Raises `ClientGone` when the client leaves first.
     """
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -22,6 +26,14 @@ async def read_json_body(headers: Headers, receive: Receive, limit: int) -> byte
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read(receive, limit)
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S} seconds", code="body_timeout") from error
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
     body = bytearray()
     while True:
         message = await receive()

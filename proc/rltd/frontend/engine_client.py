@@ -19,7 +19,7 @@ from rlt_protocols.control import PeerDown, PeerUp, Role
 from rlt_protocols.engine import AbortRequest, AddRequest, EngineStats
 from rlt_protocols.params import ModelInfo, ResolvedParams
 from rlt_protocols.text import TextBatch, TextDelta
-from rltd.frontend.errors import ApiError, unavailable
+from rltd.frontend.errors import too_busy, unavailable
 from rltd.frontend.job import Choice, Failure, Job
 from rltd.frontend.metrics import Metrics
 from rltd.frontend.peers import Peers
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 #: `Outboxes.send`
 Send = Callable[[Role, int, int, Sequence[bytes]], bool]
 
-RETRY_AFTER_S = 1
 RESTART_RETRY_AFTER_S = 5
 
 
@@ -82,14 +81,8 @@ class EngineClient:
         if info is None or not self._peers.ready:
             state = "restarting" if info is not None else "loading the model"
             raise unavailable(f"the server is {state}", "not_ready", RESTART_RETRY_AFTER_S)
-        if count > self._max_queue:
-            raise ApiError(
-                400, f"the request asks for {count} answers; at most {self._max_queue} can be queued", param="n"
-            )
         if self.active + count > self._max_queue:
-            raise ApiError(
-                429, "too many requests are queued", code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)}
-            )
+            raise too_busy()
         return info
 
     def submit(self, prefix: str, wanted: Sequence[NewChoice], started_s: float) -> Job:

@@ -55,6 +55,10 @@ def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
+def too_busy() -> ApiError:
+    return ApiError(429, "too many requests are queued", code="queue_full", headers={"Retry-After": "1"})
+
+
 def internal(request_id: str) -> ApiError:
     """Our own fault; the id is the one in the log."""
     return ApiError(500, f"internal error; the request id is {request_id}", code="internal_error")

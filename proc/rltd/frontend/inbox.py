@@ -48,5 +48,9 @@ class InboxReader:
             except ProtocolError as error:
                 log.warning("dropped a message that is not for a frontend: %s", error)
                 continue
-            self._handle(message)
+            try:
+                self._handle(message)
+            except Exception:
+                # One message that we cannot handle must not hold up those behind it.
+                log.exception("handling a %s failed", type(message).__name__)
         self._loop.call_soon(self._read)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import uvloop
 import zmq
+from prometheus_client import disable_created_metrics
 
 from rlt.config import Config
 from rlt.errors import RltError
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LinkError:
         return 1
     configure_logging(link.config.log, "frontend")
+    # Without the extra series that tells when each counter was made.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         preparer = load_preparer(link.config)
     except RltError as error:
@@ -54,7 +57,9 @@ def load_preparer(config: Config) -> Preparer:
     """Read the model's tokenizer and chat template. Raises `ModelError`."""
     directory = resolve_model(config.model.path, config.model.revision)
     override = Path(config.model.chat_template) if config.model.chat_template is not None else None
-    return Preparer(load_tokenizer(directory), load_chat_template(directory, override))
+    return Preparer(
+        load_tokenizer(directory), load_chat_template(directory, override), max_answers=config.server.max_queue
+    )
 
 
 async def _serve(link: ChildLink, preparer: Preparer) -> None:
@@ -68,7 +73,14 @@ async def _serve(link: ChildLink, preparer: Preparer) -> None:
         client = EngineClient(
             outboxes.send, link.peer.generation, metrics, max_queue=config.max_queue, drop=outboxes.drop
         )
-        api = Api(client, preparer, metrics, workers, max_body_bytes=config.max_body_bytes)
+        api = Api(
+            client,
+            preparer,
+            metrics,
+            workers,
+            max_body_bytes=config.max_body_bytes,
+            max_preparing=config.max_queue,
+        )
         server = make_server(api.app())
         serving = asyncio.create_task(server.serve(sockets=[listening_socket(link.http_fd)]))
 

@@ -37,7 +37,7 @@ class Peers:
         return self.info is not None and bool(self._engines()) and ("detokenizer", 0) in self._alive
 
     def up(self, peer: PeerUp) -> int | None:
-        """Note a process; returns the generation that it replaces, if that one has not been reported dead."""
+        """Note another process; returns the generation that it replaces, if that one has not been reported dead."""
         key = (peer.role, peer.index)
         old = self._alive.get(key)
         self._alive[key] = peer.generation
@@ -48,7 +48,8 @@ class Peers:
 
     def down(self, peer: PeerDown) -> None:
         key = (peer.role, peer.index)
-        if self._alive.get(key, peer.generation) <= peer.generation:
+        # An earlier life of this process is no news.
+        if peer.role != "frontend" and self._alive.get(key, peer.generation) <= peer.generation:
             self._alive.pop(key, None)
             self._down.add(key)
 

@@ -47,9 +47,13 @@ class Prepared(Generic[R_co]):
 
 
 class Preparer:
-    """Knows the tokenizer and the chat template; either may be missing."""
+    """Knows the tokenizer and the chat template; either may be missing.
 
-    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> None:
+    A request may ask for `max_answers` at most, counted before any of its prompts is tokenized.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, *, max_answers: int) -> None:
+        self._max_answers = max_answers
         self._tokenizer = tokenizer
         self._template = template
 
@@ -58,6 +62,7 @@ class Preparer:
         check_model(request.model, info)
         count = choices_of(request)
         prompts = prompts_of(request.prompt)
+        self._check_answers(len(prompts) * count, "n" if len(prompts) == 1 else "prompt")
         choices: list[NewChoice] = []
         echoes: list[str] = []
         for prompt in prompts:
@@ -70,6 +75,7 @@ class Preparer:
         request = parse(ChatRequest, body)
         check_model(request.model, info)
         count = choices_of(request)
+        self._check_answers(count, "n")
         choices = self._choices(request, self._render(request), info, count, "messages")
         return Prepared(request, choices, [""] * count)
 
@@ -88,6 +94,10 @@ class Preparer:
         request = parse(DetokenizeRequest, body)
         check_model(request.model, info)
         return Detokenized(self._decode(request.tokens, "tokens", skip_special_tokens=False))
+
+    def _check_answers(self, count: int, field: str) -> None:
+        if count > self._max_answers:
+            raise invalid(field, f"{field}: asks for {count} answers; at most {self._max_answers} can be queued")
 
     def _choices(
         self, request: GenerationRequest, prompt: Sequence[int], info: ModelInfo, count: int, field: str

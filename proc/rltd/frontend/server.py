@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from rltd.frontend.errors import ApiError
 KEEP_ALIVE_S = 30
 #: for connections that are still writing when the server stops
 GRACE_S = 5
+#: from the connection, or the first byte of a later request, to the end of its headers
+HEADER_TIMEOUT_S = 30
 MAX_HEADER_BYTES = 64 << 10
 #: What a client may still send after its request was refused, e.g. the rest of a body that is too large. Reading it,
 #: without keeping it, is what lets the client see the answer instead of a reset connection.
@@ -27,6 +30,15 @@ class HttpProtocol(HttpToolsProtocol):
     _reading_headers = True
     _header_bytes = 0
     _discarded_bytes = 0
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_header_timer()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -41,10 +53,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._reading_headers = True
         self._header_bytes = 0
         self._discarded_bytes = 0
+        self._start_header_timer()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._reading_headers = False
+        self._stop_header_timer()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -63,6 +77,15 @@ class HttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in the form of every other error."""
         self._close_with(ApiError(400, msg, code="bad_http"))
+
+    def _start_header_timer(self) -> None:
+        self._stop_header_timer()
+        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.close)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
     def _refuse_headers(self) -> None:
         self._close_with(
@@ -95,6 +118,8 @@ def make_server(app: ASGIApp) -> Server:
             ws="none",
             lifespan="off",
             log_config=None,
+            # Its lower levels tell about its own start and about every client that speaks no HTTP.
+            log_level="error",
             access_log=False,
             server_header=False,
             proxy_headers=False,

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 def fixed_length(max_tokens: int, loops: int | None) -> SamplingParams:
     """Greedy parameters for exactly `max_tokens` tokens; `loops` None leaves the depth to the model's rule."""
-    depth = {} if loops is None else {"min_loops": loops, "max_loops": loops}
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **depth)
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, min_loops=loops, max_loops=loops)
 
 
 def latency(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, repeats: int) -> dict[str, Any]:

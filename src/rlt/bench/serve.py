@@ -134,7 +134,9 @@ async def _only_model(client: httpx.AsyncClient) -> str:
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
     except httpx.HTTPStatusError as error:
-        raise BenchError(f"{client.base_url}: /v1/models answers {error.response.status_code}; give --model") from error
+        answer = f"answers {error.response.status_code}: {_message(error.response.content)}"
+        hint = "; give --model" if error.response.status_code == 404 else ""
+        raise BenchError(f"{client.base_url}: /v1/models {answer}{hint}") from error
     except httpx.HTTPError as error:
         raise BenchError(
             f"{client.base_url}: no server answers there ({error}); start one or check --base-url"
@@ -192,8 +194,9 @@ def _count(timing: Timing, usage: dict[str, Any] | None) -> None:
 
 
 def _message(content: bytes) -> str:
-    """The message of an error body, or the start of whatever came instead."""
+    """The message of an error body, or the start of whatever came instead, in one line."""
     try:
-        return str(json.loads(content)["error"]["message"])
+        text = str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return content[:200].decode("utf-8", errors="replace")
+        text = content.decode("utf-8", errors="replace")
+    return " ".join(text.split())[:200] or "nothing"

@@ -139,7 +139,7 @@ def _print(result: dict[str, Any]) -> None:
     depth = Table("setting", "exact match", "mean loops", title="depth")
     depth.add_row("model's default", f"{result['exact_match']:.1%}", f"{result['mean_loops']:.2f}")
     for loops, accuracy in result["by_loops"].items():
-        depth.add_row(f"{loops} loops", f"{accuracy:.1%}", f"{float(loops):.2f}")
+        depth.add_row(f"max_loops {loops}", f"{accuracy:.1%}", f"{float(loops):.2f}")
     for threshold, row in result["by_threshold"].items():
         depth.add_row(f"threshold {threshold}", f"{row['exact_match']:.1%}", f"{row['mean_loops']:.2f}")
     console.print(depth)

@@ -39,7 +39,7 @@ def generate(
     assignments: Assignments = None,
 ) -> None:
     """Continue a prompt and stream the answer to the terminal."""
-    prompts = [*map(_text, prompt or ()), *map(parse_ids, token_ids or ())]
+    prompts: list[str | list[int]] = [*map(_text, prompt or ()), *map(parse_ids, token_ids or ())]
     if not prompts:
         raise ConfigError(["give a --prompt, or --token-ids for a model without a tokenizer"])
     from rich.console import Console

@@ -150,13 +150,27 @@ _CHAIN_HEADS: Final[dict[Split, tuple[str, ...]]] = {
     "heldout": ("", "Given that ", "Let us say that "),
 }
 _CHAIN_ASKS: Final[dict[Split, tuple[str, ...]]] = {
-    "train": ("What is {v}?", "Find {v}.", "{v} = ?", "What is the value of {v}?", "Compute the value of {v}."),
-    "heldout": ("Find the value of {v}.", "Please find {v}.", "Compute {v}.", "How much is {v}?"),
+    "train": (
+        "What is {v}?",
+        "Find {v}.",
+        "{v} = ?",
+        "What is the value of {v}?",
+        "Compute {v}.",
+        "How much is {v}?",
+        "Please find the value of {v}.",
+        "Give the value of {v}.",
+    ),
+    "heldout": (
+        "Find the value of {v}.",
+        "Please compute {v}.",
+        "Compute the value of {v}.",
+        "Please give the value of {v}.",
+    ),
 }
 # (equals, plus, minus): the held-out split pairs known words anew.
 _CHAIN_SIGNS: Final[dict[Split, tuple[tuple[str, str, str], ...]]] = {
-    "train": (("=", "+", "-"), ("=", "+", "-"), ("is", "plus", "minus")),
-    "heldout": (("=", "+", "-"), ("is", "+", "-"), ("=", "plus", "minus")),
+    "train": (("=", "+", "-"), ("=", "+", "-"), ("is", "plus", "minus"), ("is", "+", "-")),
+    "heldout": (("=", "+", "-"), ("is", "plus", "minus"), ("=", "plus", "minus")),
 }
 
 
@@ -197,8 +211,8 @@ _HOP_HEADS: Final[dict[Split, tuple[str, ...]]] = {
 }
 _HOP_FACTS: Final = ("{x}'s boss is {y}.", "The boss of {x} is {y}.", "{x} works for {y}.")
 _HOP_ASKS: Final[dict[Split, tuple[str, ...]]] = {
-    "train": ("Who is {who}?", "Name {who}.", "Find {who}.", "What is the name of {who}?", "Do you know {who}?"),
-    "heldout": ("Please name {who}.", "Find the name of {who}.", "Please find {who}.", "Do you know who {who} is?"),
+    "train": ("Who is {who}?", "Name {who}.", "Find {who}.", "What is the name of {who}?", "Tell me who {who} is."),
+    "heldout": ("Please name {who}.", "Find the name of {who}.", "Please find {who}.", "Tell me the name of {who}."),
 }
 
 
