@@ -23,8 +23,8 @@ _SHELLS = {"sh", "shell", "bash", "console", "shell-session"}
 
 
 def documents(root: Path) -> list[Path]:
-    """README.md, docs/*.md and everything under recipes/."""
-    return [*root.glob("README.md"), *sorted(root.glob("docs/*.md")), *sorted(root.glob("recipes/**/*.md"))]
+    """README.md and everything under docs/ and recipes/."""
+    return [*root.glob("README.md"), *sorted(root.glob("docs/**/*.md")), *sorted(root.glob("recipes/**/*.md"))]
 
 
 def split(text: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:

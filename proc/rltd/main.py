@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from rlt.config import Config, load_config
-from rlt.errors import ConfigError, RltError
+from rlt.errors import ConfigError, MemoryPlanError, ModelError, RltError
 
 app = typer.Typer(
     help="The rlt daemon: serves a looped transformer over HTTP.",
@@ -65,17 +65,20 @@ def check(
     """Read the configuration and the model's files, print what they mean, start nothing."""
     from rlt.models.directory import resolve_model
     from rlt.models.spec import read_spec
+    from rltd.check import plan_memory
 
     try:
         resolved = _load(config, {"model": {"path": model}, "engine": {"device": device}}, assignments, debug)
         directory = resolve_model(resolved.model.path, resolved.model.revision)
         spec = read_spec(directory)
+        memory = plan_memory(resolved, directory, spec)
     except RltError as error:
         raise typer.Exit(_explain(error, debug)) from error
     for section in dataclasses.fields(resolved):
         _print_section(section.name, getattr(resolved, section.name))
     print(f"# the model in {directory}")
     _print_section("facts", spec)
+    _print_section("memory", memory)
 
 
 def _load(config: Path | None, flags: Flags, assignments: list[str] | None, debug: bool) -> Config:
@@ -94,7 +97,7 @@ def _explain(error: RltError, debug: bool) -> int:
         traceback.print_exception(error)
     for line in error.problems if isinstance(error, ConfigError) else str(error).splitlines():
         print(f"error: {line}", file=sys.stderr)
-    return 2 if isinstance(error, ConfigError) else 1
+    return 2 if isinstance(error, ConfigError | ModelError | MemoryPlanError) else 1
 
 
 def _print_section(name: str, values: Any) -> None:

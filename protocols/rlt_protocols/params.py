@@ -43,6 +43,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_loops: int | None = None
     max_loops: int | None = None
     exit_threshold: float | None = None
+    #: lower numbers are served first under engine.scheduling = "priority"
+    priority: int = 0
+    #: requests share cached prompt pages only with requests of the same salt
+    cache_salt: str | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +91,8 @@ class ResolvedParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, random_seed: int) -> ResolvedParams:
@@ -140,6 +146,7 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
     _within("min_loops", min_loops, 1, max_loops)
     threshold = info.exit_threshold if params.exit_threshold is None else params.exit_threshold
     _within("exit_threshold", threshold, 0, None)
+    _within("priority", params.priority, -(2**31), 2**31 - 1)
     eos = () if params.ignore_eos else info.eos_token_ids
     own_ends = tuple(dict.fromkeys(token for token in params.stop_token_ids if token not in eos))
     return ResolvedParams(
@@ -158,6 +165,8 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
         stop=params.stop,
         include_stop_str_in_output=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,
+        priority=params.priority,
+        cache_salt=params.cache_salt,
     )
 
 

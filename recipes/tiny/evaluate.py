@@ -1,8 +1,8 @@
 """Exact match by number of loops and by exit threshold, with the exit semantics of the server.
 
 Greedy decoding gives exactly the expected text if and only if, fed the expected text, the model ranks every one of its
-tokens first. So one parallel pass measures what generation would give. Early exits keep that equality: a token's exit
-depends only on earlier tokens, and a token that stopped at loop e shows its keys of loop min(d, e) to a query in loop d.
+tokens first. So one parallel pass measures what generation would give. Early exits keep that equality: the exit of a
+token depends only on earlier ones, and a token that stopped at loop e shows loop d its keys of loop min(d, e).
 """
 
 import argparse
@@ -214,11 +214,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--per-task", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ask", help="a prompt to complete instead")
+    parser.add_argument("--ask", help="a prompt to complete instead; \\n stands for a line end")
     args = parser.parse_args()
     model, tokenizer, config = load(args.folder)
     if args.ask:
-        text, loops = generate(model, tokenizer, args.ask, config["early_exit_threshold"])
+        text, loops = generate(model, tokenizer, args.ask.replace("\\n", "\n"), config["early_exit_threshold"])
         print(text, loops)
         return
     batches = heldout_batches(tokenizer, args.per_task, args.seed, torch.device("cpu"))

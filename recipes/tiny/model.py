@@ -99,7 +99,7 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, last: KeysValues | None, stopped: Tensor | None
     ) -> tuple[Tensor, KeysValues]:
         def split(y: Tensor) -> Tensor:
-            return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            return y.view(*y.shape[:2], self.heads, -1).transpose(1, 2)
 
         q = rotate(split(self.q_proj(x)), cos, sin)
         k = rotate(split(self.k_proj(x)), cos, sin)
@@ -122,7 +122,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, size, inner**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
 
 
 class Layer(nn.Module):
@@ -196,11 +197,13 @@ class Ouro(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Token logits [..., V] of normed hidden states [..., H]."""
-        return self.lm_head(hidden)
+        logits: Tensor = self.lm_head(hidden)
+        return logits
 
     def gate(self, hidden: Tensor) -> Tensor:
         """Exit gate logits [...] of normed hidden states [..., H], in fp32."""
-        return self.model.early_exit_gate(hidden.float()).squeeze(-1)
+        logits: Tensor = self.model.early_exit_gate(hidden.float()).squeeze(-1)
+        return logits
 
 
 def compile_layers() -> None:

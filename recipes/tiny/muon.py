@@ -1,4 +1,4 @@
-"""The Muon optimizer: momentum whose step for every matrix is orthogonalised (a step of equal size in all directions)."""
+"""The Muon optimizer: momentum whose step is orthogonalised, so that every direction of a matrix moves equally far."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,8 +11,9 @@ def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
     """Push the singular values of [N, rows, columns] towards 1 by a quintic Newton-Schulz iteration."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
-    x = x.to(torch.bfloat16)
+    x: Tensor = matrices.mT if tall else matrices
+    if x.is_cuda:
+        x = x.to(torch.bfloat16)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(rounds):
         square = x @ x.mT
@@ -21,7 +22,7 @@ def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
 
 
 class Muon:
-    """Muon over matrices; those of one shape are stacked, so a step takes few launches however many layers there are."""
+    """Muon over matrices; those of one shape are stacked, so a step takes few launches for any number of layers."""
 
     def __init__(self, matrices: Iterable[Tensor], momentum: float = 0.95, weight_decay: float = 0.05) -> None:
         self.groups: dict[torch.Size, list[Tensor]] = defaultdict(list)

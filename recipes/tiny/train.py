@@ -31,7 +31,7 @@ PROMPT_WEIGHT = 0.01
 """Weight of a prompt token's loss beside an answer token's 1: enough for text that reads like the tasks."""
 LAST_LOOP_WEIGHT = 0.3
 """Weight of the last loop's own loss on top of the expected loss, so that full depth is never starved."""
-EVERY_LOOP_WEIGHT = 0.25
+EVERY_LOOP_WEIGHT = 0.15
 """Weight of the mean loss of all loops, so that early loops answer what they can and easy tokens may stop there."""
 EARLY_EXIT_ROWS = 0.5
 """Share of rows whose answer tokens stop at random loops, as they will when serving."""
@@ -105,7 +105,7 @@ def train_model(
         trace = model(tokens[:, :-1], exits=RandomExit(answer[:, :-1], model.shape.loops, generator))
         beta = 0.1 if step < args.steps // 2 else 0.05
         loss = stage_one_loss(losses_of(model, trace.hidden, tokens[:, 1:]), trace.gate, weight, beta)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         lr = args.lr * min((step + 1) / WARMUP_STEPS, 1 - step / args.steps)
         for group in adam.param_groups:
@@ -114,6 +114,8 @@ def train_model(
         adam.step()
         adam.zero_grad()
         if (step + 1) % args.log_every == 0:
+            # A run that is cut short leaves its last state behind.
+            save_model(model, args.out, 1.0)
             with torch.compiler.set_stance("force_eager"):
                 first, last = (measure(model, probe, n).summary() for n in (1, model.shape.loops))
             print(
@@ -123,17 +125,15 @@ def train_model(
             )
 
 
-def train_gate(
-    model: Ouro, losses_of: LossesOf, batches: Iterator[Batch], steps: int, device: str, lr: float = 1e-2
-) -> None:
+def train_gate(model: Ouro, batches: Iterator[Batch], steps: int, device: str, lr: float = 1e-2) -> None:
     """Stage II: the gate alone, on answer tokens, everything else frozen."""
     optimizer = torch.optim.AdamW(model.model.early_exit_gate.parameters(), lr=lr, weight_decay=0.0)
     for step in range(steps):
         tokens, answer = (t.to(device, non_blocking=True) for t in next(batches))
         with torch.no_grad():
             hidden = model(tokens[:, :-1]).hidden
-            losses = losses_of(model, hidden, tokens[:, 1:])
-        gate_loss(losses, model.gate(hidden), answer[:, 1:].float()).backward()
+            losses = token_losses(model, hidden, tokens[:, 1:])
+        torch.autograd.backward(gate_loss(losses, model.gate(hidden), answer[:, 1:].float()))
         for group in optimizer.param_groups:
             group["lr"] = lr * (1 - step / steps)
         optimizer.step()
@@ -155,6 +155,7 @@ def save_model(model: Ouro, folder: Path, threshold: float) -> None:
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)
         weight_map |= dict.fromkeys(shard, file)
     total = sum(t.nbytes for shard in shards for t in shard.values())
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -186,13 +187,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--family", choices=["ouro"], default="ouro")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=9500)
-    parser.add_argument("--gate-steps", type=int, default=400)
-    parser.add_argument("--batch-tokens", type=int, default=49152)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--gate-steps", type=int, default=200)
+    parser.add_argument("--batch-tokens", type=int, default=98304)
+    parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--per-task", type=int, default=1000, help="held-out examples of each task in the report")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
-    parser.add_argument("--log-every", type=int, default=1900)
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--log-every", type=int, default=1000)
     parser.add_argument("--out", type=Path, default=ROOT / "src/rlt/models/assets/tiny-ouro")
     parser.add_argument("--results", type=Path, default=ROOT / "recipes/tiny/results/train-tiny-ouro.json")
     parser.add_argument("--quick", action="store_true", help="a few steps that only show that everything runs")
@@ -210,6 +211,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(args.seed)
     shape = OuroShape(vocab_size=tokenizer.get_vocab_size())
+    save_tokenizer(tokenizer, args.out, shape.max_positions)
     on_gpu = args.device.startswith("cuda")
     model = Ouro(shape, torch.bfloat16 if on_gpu else torch.float32).to(args.device)
     losses_of: LossesOf = token_losses
@@ -220,11 +222,11 @@ def main() -> None:
     device = torch.device(args.device)
     validation = heldout_batches(tokenizer, args.per_task // 4, args.seed + 1, device)
     train_model(model, losses_of, batches, validation, args)
-    train_gate(model, losses_of, batches, args.gate_steps, args.device)
+    # What follows is too short to be worth compiling for new shapes and modes.
+    torch.compiler.set_stance("force_eager")
+    train_gate(model, batches, args.gate_steps, args.device)
     print(f"trained in {time.perf_counter() - begun:.0f} s", flush=True)
 
-    torch.compiler.set_stance("force_eager")
-    save_tokenizer(tokenizer, args.out, shape.max_positions)
     save_model(model, args.out, 1.0)
     saved = load(args.out)[0].to(device)
     threshold = recommended_threshold(by_threshold(saved, validation))
@@ -232,7 +234,8 @@ def main() -> None:
     report = heldout_batches(tokenizer, args.per_task, args.seed, device)
     loops, thresholds = by_loops(saved, report), by_threshold(saved, report)
     results = {
-        "command": f"python recipes/tiny/train.py --family {args.family} --seed {args.seed} --steps {args.steps}",
+        "command": f"python recipes/tiny/train.py --family {args.family} --seed {args.seed} --steps {args.steps}"
+        f" --gate-steps {args.gate_steps} --batch-tokens {args.batch_tokens} --lr {args.lr}",
         "seed": args.seed,
         "environment": {
             "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),

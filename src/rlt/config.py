@@ -20,6 +20,9 @@ from typing import Any, Literal, Union
 from rlt.errors import ConfigError
 
 
+LAYOUTS = r"last_exited|last_exited_copy|shared|last_step|cyclic:[1-9]\d*"
+
+
 def _at_least(low: float, high: float | None = None) -> dict[str, Any]:
     return {"low": low, "high": high}
 
@@ -55,6 +58,17 @@ class EngineConfig:
     max_tick_tokens: int = field(default=512, metadata=_at_least(1))
     #: prompt tokens of one chunk
     prefill_chunk: int = field(default=256, metadata=_at_least(1))
+    #: start a prompt's next chunk while earlier ones are still in their loops; None: where the layout allows it
+    wavefront: bool | None = None
+    #: prompt and decode rows share ticks; false runs prompt ticks and decode ticks apart, prompts first
+    mixed: bool = True
+    scheduling: Literal["fcfs", "priority"] = "fcfs"
+    #: requests that arrived later and may be admitted before a waiting one; then nobody passes it any more
+    max_bypass: int = field(default=64, metadata=_at_least(0))
+    #: suspend requests to host memory when pages run out; false admits only what is sure to fit
+    preemption: bool = True
+    #: submit tick N + 1 before the results of tick N are read; None: on a GPU only
+    async_scheduling: bool | None = None
     attention: Literal["auto", "torch"] = "auto"
     #: CPU threads of the engine; None takes all cores but one
     cpu_threads: int | None = field(default=None, metadata=_at_least(1))
@@ -62,22 +76,28 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvConfig:
-    layout: Literal["last_exited"] = "last_exited"
+    #: last_exited, last_exited_copy, shared, last_step or cyclic:<k>
+    layout: str = field(default="last_exited", metadata={"pattern": LAYOUTS})
     page_size: int = field(default=16, metadata=_at_least(1, 1024))
     #: size of the cache: in pages, or in bytes, or as a share of the free memory; pages win over bytes
     pages: int | None = field(default=None, metadata=_at_least(1))
     bytes: int | None = field(default=None, metadata=_at_least(1))
     memory_fraction: float | None = field(default=None, metadata=_at_least(0.01, 1.0))
+    #: share of the pages that admission leaves free for the growth of running requests
+    watermark: float = field(default=0.01, metadata=_at_least(0.0, 0.5))
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ExitConfig:
-    rule: Literal["ouro"] = "ouro"
+    rule: Literal["ouro", "ouro_delayed", "random_lookahead", "trace"] = "ouro"
     min_loops: int = field(default=1, metadata=_at_least(1))
     #: None: the checkpoint's number of loops
     max_loops: int | None = field(default=None, metadata=_at_least(1))
     #: None: the checkpoint's threshold; 1 or more switches early exit off
     threshold: float | None = field(default=None, metadata=_at_least(0))
+    #: rule = "trace": a JSON file {"depths": [[loops of each output token], ...]}, requests take the rows in turn
+    trace_file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +251,9 @@ def _check_value(value: Any, hint: Any, bounds: Mapping[str, Any]) -> str | None
         if not accepted:
             names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
             return f"must be {names.get(option, option.__name__)}, got {value!r}"
+        pattern = bounds.get("pattern")
+        if pattern is not None and not re.fullmatch(pattern, value):
+            return f"must match {pattern}, got {value!r}"
         low, high = bounds.get("low"), bounds.get("high")
         if number and low is not None and not (low <= value and (high is None or value <= high)):
             limits = f"at least {low}" if high is None else f"between {low} and {high}"
@@ -248,6 +271,13 @@ def _check_together(config: Config, problems: list[str]) -> None:
         problems.append(
             f"exit.min_loops ({config.exit.min_loops}) is greater than exit.max_loops ({config.exit.max_loops})"
         )
+    if config.engine.wavefront and config.kv.layout == "shared":
+        problems.append(
+            "engine.wavefront needs a kv.layout with a plane per loop for the prompt; with shared, a prompt token "
+            "finishes all its loops before the next one starts"
+        )
+    if (config.exit.rule == "trace") != (config.exit.trace_file is not None):
+        problems.append('exit.trace_file and exit.rule = "trace" go together: set both or neither')
     device = config.engine.device
     if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         problems.append(f"engine.device must be cpu, cuda or cuda:<index>, got {device!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,15 +13,22 @@ import torch
 from rlt.attention.interface import KvPool
 from rlt.attention.torch_reference import TorchAttention
 from rlt.config import Config
-from rlt.errors import ConfigError
+from rlt.depth.rules import make_rule
+from rlt.errors import ConfigError, MemoryPlanError
 from rlt.exec.memory import plan_pages
-from rlt.exec.runner import Runner
-from rlt.exec.slots import Slots
+from rlt.exec.planes import make_planes
+from rlt.exec.runner import Runner, SubmittedTick
+from rlt.exec.slots import PageTable, Slots
+from rlt.kv.layout import Layout, parse_layout
 from rlt.kv.pages import PagePool
+from rlt.kv.prefix import PrefixCache
 from rlt.models.directory import resolve_model
+from rlt.models.loader import fingerprint
 from rlt.models.registry import load_model
 from rlt.models.spec import ModelSpec, read_spec
-from rlt.sched.scheduler import Scheduler
+from rlt.sched.plan import TickPlan
+from rlt.sched.scheduler import Policy, Scheduler
+from rlt.sched.supply import PageSupply
 from rlt_protocols.engine import EngineStats
 from rlt_protocols.params import ModelInfo, ResolvedParams, check_token_ids
 from rlt_protocols.text import Tokens
@@ -43,9 +51,10 @@ class Engine:
         device = choose_device(config.engine.device)
         dtype = choose_dtype(config.model.dtype, device)
         model = load_model(directory, spec, dtype=dtype, device=device, progress=progress)
+        layout = parse_layout(config.kv.layout)
         size = config.kv.page_size
         pages = plan_pages(config.kv, spec, dtype, device)
-        self.info = _model_info(config, spec, directory, pages)
+        self.info = _model_info(config, spec, directory, layout, pages)
         kv = KvPool(
             layers=spec.layers,
             pages=pages,
@@ -56,20 +65,47 @@ class Engine:
             device=device,
         )
         engine = config.engine
+        slots = Slots(engine.max_seqs, device)
+        places = -(-self.info.max_model_len // size)
+        table = PageTable(engine.max_seqs, layout.lists(spec.loops), places, device)
         self.runner = Runner(
             model=model,
+            layout=layout,
             pool=kv,
             attention=TorchAttention(kv),
-            slots=Slots(engine.max_seqs, spec.loops, -(-self.info.max_model_len // size), device),
+            slots=slots,
+            pages=table,
+            planes=make_planes(layout, slots, table, kv, spec.loops),
+            rule=make_rule(config.exit, slots, model.gate, spec.hidden_size),
             prompt_rows=engine.max_tick_tokens,
         )
+        asynchronous = device.type == "cuda" if engine.async_scheduling is None else engine.async_scheduling
+        #: ticks whose results may be unread when the next one is submitted
+        self._max_lag = int(asynchronous)
+        page_pool = PagePool(pages)
+        prefix = PrefixCache(page_pool, size, fingerprint(directory), layout.name) if config.kv.prefix_cache else None
         self.scheduler = Scheduler(
-            pool=PagePool(pages),
-            page_size=size,
-            max_seqs=engine.max_seqs,
-            max_tick_tokens=engine.max_tick_tokens,
-            prefill_chunk=engine.prefill_chunk,
+            Policy(
+                max_seqs=engine.max_seqs,
+                max_tick_tokens=engine.max_tick_tokens,
+                prefill_chunk=engine.prefill_chunk,
+                wavefront=not layout.serial_prompt if engine.wavefront is None else engine.wavefront,
+                mixed=engine.mixed,
+                priority=engine.scheduling == "priority",
+                preemption=engine.preemption,
+                max_bypass=engine.max_bypass,
+                reserve=int(pages * config.kv.watermark),
+            ),
+            PageSupply(
+                pool=page_pool,
+                prefix=prefix,
+                layout=layout,
+                page_size=size,
+                ahead=1 + self._max_lag,
+                early_exits=config.exit.rule == "trace",
+            ),
         )
+        self._submitted: deque[tuple[TickPlan, SubmittedTick]] = deque()
         self._ticks = 0
         self._rows = {"decode": 0, "prefill": 0}
         self._tick_seconds: list[float] = []
@@ -87,19 +123,26 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._submitted)
 
     def step(self) -> list[Tokens]:
-        """Run one tick and return the tokens it produced; an idle engine does nothing."""
-        plan = self.scheduler.plan()
-        if not plan:
-            return []
+        """Submit one tick and return the tokens of the oldest tick that is due; an idle engine does nothing.
+
+        In asynchronous mode that is the tick before: a tick is planned and submitted while the results of the last
+        one are not read yet.
+        """
         start = time.perf_counter()
-        outputs = self.scheduler.apply(plan, self.runner.run(plan))
+        plan = self.scheduler.plan()
+        if plan:
+            self._submitted.append((plan, self.runner.submit(plan)))
+            self._ticks += 1
+            self._rows["decode"] += len(plan.decode.slots)
+            self._rows["prefill"] += plan.prompt_rows
+        if not self._submitted or (plan and len(self._submitted) <= self._max_lag):
+            return []
+        plan, tick = self._submitted.popleft()
+        outputs = self.scheduler.apply(plan, tick.read())
         self._tick_seconds.append(time.perf_counter() - start)
-        self._ticks += 1
-        self._rows["decode"] += len(plan.decode)
-        self._rows["prefill"] += plan.prompt_rows
         for output in outputs:
             self._tokens += len(output.token_ids)
             self._token_loops += sum(output.depths)
@@ -107,13 +150,14 @@ class Engine:
 
     def stats(self, engine: int = 0) -> EngineStats:
         """Gauges and counters since the start; `tick_seconds` since the last call."""
-        pool = self.scheduler.pool
+        pool, prefix = self.scheduler.supply.pool, self.scheduler.supply.prefix
+        cached = prefix.pages_held if prefix is not None else 0
         ticks, self._tick_seconds = tuple(self._tick_seconds), []
         return EngineStats(
             engine=engine,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            kv_pages={"free": pool.free, "used": pool.used},
+            kv_pages={"free": pool.free, "used": pool.used - cached, "cached": cached},
             ticks=self._ticks,
             tick_rows=dict(self._rows),
             tick_seconds=ticks,
@@ -141,7 +185,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
-def _model_info(config: Config, spec: ModelSpec, directory: Path, pages: int) -> ModelInfo:
+def _model_info(config: Config, spec: ModelSpec, directory: Path, layout: Layout, pages: int) -> ModelInfo:
     """The limits and defaults that requests are checked against, from the configuration and the checkpoint."""
     max_len, exits = config.model.max_model_len or spec.max_positions, config.exit
     problems = []
@@ -152,6 +196,12 @@ def _model_info(config: Config, spec: ModelSpec, directory: Path, pages: int) ->
             problems.append(f"{key} {loops} is more than the model's {spec.loops} loops")
     if problems:
         raise ConfigError(problems)
+    kv_tokens = layout.most_tokens(pages, spec.loops, config.kv.page_size)
+    if kv_tokens < 2:
+        raise MemoryPlanError(
+            f"a KV cache of {pages} pages of {config.kv.page_size} positions cannot hold one request in layout "
+            f"{layout.name} (raise kv.pages, kv.bytes or kv.memory_fraction)"
+        )
     return ModelInfo(
         name=config.model.served_name or directory.name,
         family=spec.family,
@@ -166,5 +216,5 @@ def _model_info(config: Config, spec: ModelSpec, directory: Path, pages: int) ->
         top_p=spec.top_p,
         top_k=spec.top_k,
         min_p=spec.min_p,
-        kv_tokens=pages // spec.loops * config.kv.page_size,
+        kv_tokens=kv_tokens,
     )

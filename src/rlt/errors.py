@@ -21,3 +21,7 @@ class ModelError(RltError):
 
 class MemoryPlanError(RltError):
     """The device has too little memory for what the configuration asks."""
+
+
+class GenerationError(RltError):
+    """A request that was accepted could not be finished: the model computed numbers that are not finite."""

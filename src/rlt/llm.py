@@ -10,6 +10,7 @@ from typing import Any
 
 from rlt.config import load_config
 from rlt.engine import Engine
+from rlt.errors import GenerationError
 from rlt.models.directory import resolve_model
 from rlt.text.answer import AnswerText
 from rlt.text.detokenize import PROMPT_TAIL_TOKENS
@@ -97,7 +98,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer `prompts` (texts or lists of token ids), batched, with one setting for all or one each.
 
-        Raises `ParamError` naming the field before anything runs, and `RuntimeError` if the model computed numbers
+        Raises `ParamError` naming the field before anything runs, and `GenerationError` if the model computed numbers
         that are not finite.
         """
         batch = _as_list(prompts)
@@ -176,7 +177,7 @@ class LLM:
     def _apply(self, tokens: Tokens, running: dict[str, tuple[int, AnswerText]]) -> Delta:
         if tokens.error is not None:
             del running[tokens.request_id]
-            raise RuntimeError(tokens.error)
+            raise GenerationError(tokens.error)
         index, answer = running[tokens.request_id]
         delta = answer.take(tokens)
         if delta.finish_reason is not None:

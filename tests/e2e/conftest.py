@@ -1,25 +1,45 @@
-"""Real daemons: one shared by all tests that leave it as it was, and fresh ones for the others."""
+"""Real daemons: shared ones for the tests that leave them as they were, and fresh ones for the others."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from support import DATA
 
 from proc.running import Running, real_daemon
+from support import DATA
 
 GOLDEN_OURO = str(DATA / "golden" / "ouro-tiny")
+BUILT_IN = "tiny-ouro"
+
+
+@contextmanager
+def _shared(model: str) -> Iterator[Running]:
+    with tempfile.TemporaryDirectory(prefix="rlt-") as base, Running(Path(base), real_daemon(model)) as daemon:
+        yield daemon.ready()
 
 
 @pytest.fixture(scope="session")
-def served() -> Iterator[Running]:
+def built_in() -> str:
+    """The name of the model that `served` serves."""
+    return BUILT_IN
+
+
+@pytest.fixture(scope="session")
+def served(built_in: str) -> Iterator[Running]:
     """The built-in model behind the whole process tree."""
-    with tempfile.TemporaryDirectory(prefix="rlt-") as base, Running(Path(base), real_daemon("tiny-ouro")) as daemon:
-        yield daemon.ready()
+    with _shared(built_in) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="session")
+def served_ids() -> Iterator[Running]:
+    """The golden Ouro behind the whole process tree: 256 token ids, 4 loops, a context of 512, no tokenizer."""
+    with _shared(GOLDEN_OURO) as daemon:
+        yield daemon
 
 
 @pytest.fixture

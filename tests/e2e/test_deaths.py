@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass, field
@@ -37,7 +38,13 @@ class Stream:
 
 
 async def read(client: httpx.AsyncClient, url: str, number: int, started: asyncio.Semaphore, tokens: int) -> Stream:
-    body = {"prompt": [3 + number % 7, 5, 8], "max_tokens": tokens, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    body = {
+        "prompt": [3 + number % 7, 5, 8],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
     stream = Stream()
     try:
         async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -130,6 +137,9 @@ def test_sigterm_lets_streams_finish_and_leaves_nothing(start):
     children = daemon.children()
     streams, _ = asyncio.run(streams_while(daemon.url, lambda: daemon.process.send_signal(signal.SIGTERM), 100))
     assert daemon.wait(40) == 0
+    # Every line of the mixed output is one process's: the daemon's own, or one with its child's mark.
+    daemon.line(r"^SIGTERM: finishing running requests \(at most 30 s\); again to stop at once$")
+    assert all(re.match(r"rlt |ready in |SIGTERM: |\[[a-z]+ \d+\] ", line) for line in daemon.text.splitlines())
     for stream in streams:
         assert (stream.finals, stream.done, stream.broken) == (1, 1, False)
         assert stream.events[-1]["choices"][0]["finish_reason"] == "length"

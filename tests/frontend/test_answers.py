@@ -109,6 +109,13 @@ async def test_text_that_is_held_back_makes_no_chunk_unless_ids_are_asked_for(as
     assert len(chunks) == (3 if asked else 1)
 
 
+async def test_a_model_without_a_tokenizer_sends_a_chunk_per_update() -> None:
+    async with served(hold=True, tokenizer=None, pieces=("", "", "")) as server:
+        chunks = events((await _answered(server, server.complete(prompt=[5], stream=True))).text)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["", "", ""]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "stop"]
+
+
 async def test_prompt_ids_come_once_at_the_place_that_each_api_has_for_them() -> None:
     async with served(hold=True) as server:
         prompt = TOKENIZER.encode("hello")

@@ -36,6 +36,7 @@ async def test_requests_and_tokens() -> None:
         await server.complete(stream=True)
         response = await server.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
+    assert "_created" not in response.text
     values = values_of(response.text)
     assert values["rlt:generation_tokens_total"] == 6
     assert values["rlt:prompt_tokens_total"] > 0
@@ -80,6 +81,12 @@ async def test_before_the_model_is_known() -> None:
         text = (await server.http.get("/metrics")).text
         assert "# TYPE rlt:num_requests_running gauge" in text
         assert values_of(text) == {}
+        # an engine's first report can arrive before the news of the engine
+        server.client.on_stats(stats())
+        server.up("engine")
+        server.client.on_stats(stats())
+        values = values_of((await server.http.get("/metrics")).text)
+        assert values["rlt:tick_rows_total,kind=decode"] == 10
 
 
 async def test_reasons_other_than_the_models_own() -> None:

@@ -29,11 +29,35 @@ def test_check_prints_the_resolved_configuration_and_the_model(tmp_path: Path) -
     assert tree["engine"]["device"] == "cpu"
     assert (tree["facts"]["family"], tree["facts"]["loops"]) == ("ouro", 4)
     assert "# served_name is chosen at start" in result.output
+    page_bytes = 2 * 3 * 32 * 4 * 16 * 4  # keys and values, layers, positions, heads, head size, float32
+    assert tree["memory"] == {
+        "device": "cpu",
+        "dtype": "float32",
+        "weights_bytes": 699_908,
+        "page_bytes": page_bytes,
+        "pages": 8,
+        "cache_bytes": 8 * page_bytes,
+        "cache_tokens": 8 // 4 * 32,
+    }
+
+
+def test_check_of_a_cache_that_is_too_small() -> None:
+    result = rltd("check", "--model", str(MODEL), "--device", "cpu", "--set", "kv.pages=3")
+    assert result.exit_code == 2
+    assert result.output.startswith("error: the KV cache gets 3 pages of 24576 bytes; at least 4 are needed")
+
+
+def test_check_reads_the_headers_of_the_weights(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((MODEL / name).read_bytes()[:9000])
+    result = rltd("check", "--model", str(tmp_path), "--device", "cpu")
+    assert result.exit_code == 2
+    assert result.output.startswith(f"error: {tmp_path}/model.safetensors: is cut short")
 
 
 def test_check_of_a_model_that_is_not_there() -> None:
     result = rltd("check", "--model", "./nowhere")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith("error: ./nowhere: no such directory")
     assert result.output == result.stderr
 

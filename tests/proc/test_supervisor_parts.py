@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from rlt import __version__
 from rlt.errors import ConfigError
+from rltd.supervisor import banner
 from rltd.supervisor import run_dir as run_dir_module
 from rltd.supervisor.listen import bind_http, url_of
 from rltd.supervisor.output import MAX_LINE_BYTES, MAX_WAITING_LINES, Printer, pump_lines
@@ -84,6 +86,22 @@ def test_a_host_that_is_not_ours_is_one_line(host: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen on {host}:0 .server.host, server.port.: ") as error:
         bind_http(host, 0)
     assert len(error.value.problems) == 1
+
+
+def test_the_banner_is_coloured_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for terminal in (False, True):
+        monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
+        assert ("\x1b[" in banner.ready("m", "cpu", "http://h:1", 1.5)[0]) is terminal
+        # JSON lines go to programs, wherever they are written
+        assert banner.ready("a[b]", "cpu", "http://h:1", 1.5, plain=True) == [
+            f"rlt {__version__}  a[b] on cpu  http://h:1",
+            "ready in 1.5 s; rltctl status shows what it does, Ctrl-C stops it",
+        ]
+        assert banner.starting("/m/[x]", "http://h:1", plain=True) == [
+            f"rlt {__version__}  starting /m/[x] at http://h:1"
+        ]
 
 
 def test_printer_prefixes_and_json() -> None:

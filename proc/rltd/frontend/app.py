@@ -84,7 +84,9 @@ class Api:
         info = self._client.check_admission()
         prepared = await self._prepared(request, info, self._preparer.completion)
         job = self._client.submit("cmpl", prepared.choices, started_s)
-        shape = CompletionShape(prepared.request, job, info.name, prepared.echoes)
+        shape = CompletionShape(
+            prepared.request, job, info.name, prepared.echoes, has_text=self._preparer.has_tokenizer
+        )
         return JobAnswer(self._client, job, shape, stream=bool(prepared.request.stream))
 
     async def chat(self, request: Request) -> Response | JobAnswer:
@@ -92,7 +94,7 @@ class Api:
         info = self._client.check_admission()
         prepared = await self._prepared(request, info, self._preparer.chat)
         job = self._client.submit("chatcmpl", prepared.choices, started_s)
-        shape = ChatShape(prepared.request, job, info.name, prepared.echoes)
+        shape = ChatShape(prepared.request, job, info.name, prepared.echoes, has_text=self._preparer.has_tokenizer)
         return JobAnswer(self._client, job, shape, stream=bool(prepared.request.stream))
 
     async def tokenize(self, request: Request) -> Response:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import uvloop
 import zmq
-from prometheus_client import disable_created_metrics
 
 from rlt.config import Config
 from rlt.errors import RltError
@@ -41,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LinkError:
         return 1
     configure_logging(link.config.log, "frontend")
-    # Without the extra series that tells when each counter was made.
-    disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         preparer = load_preparer(link.config)
     except RltError as error:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import time
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from rlt_protocols.engine import EngineStats
 from rlt_protocols.text import TextDelta
@@ -19,6 +26,8 @@ class Metrics:
     """All metrics of one frontend, in a registry of their own. The first engine's model name becomes their label."""
 
     def __init__(self) -> None:
+        # Without the extra series that tells when each counter was made.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._name = ""
         self._stats: dict[int, EngineStats] = {}
@@ -73,7 +82,12 @@ class Metrics:
         self._whole.labels(self._name).observe(time.monotonic() - choice.started_s)
 
     def engine_stats(self, stats: EngineStats) -> None:
-        """Take an engine's report; its counters run from its start, ours from the frontend's."""
+        """Take an engine's report; its counters run from its start, ours from the frontend's.
+
+        A report that overtook the news of its engine is left out: the next one has all counts again.
+        """
+        if not self._name:
+            return
         before = self._stats.get(stats.engine)
         self._stats[stats.engine] = stats
         for kind, rows in stats.tick_rows.items():

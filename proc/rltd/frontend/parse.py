@@ -111,7 +111,7 @@ def prompts_of(value: str | list[Any]) -> list[Prompt]:
     if isinstance(value, str):
         return [value]
     if not value:
-        raise invalid("prompt", "prompt: is empty")
+        raise invalid("prompt", "prompt: is empty; at least one token is needed")
     if all(type(item) is int for item in value):
         return [cast(list[int], value)]
     if all(isinstance(item, str) for item in value):

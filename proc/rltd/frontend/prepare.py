@@ -57,6 +57,10 @@ class Preparer:
         self._tokenizer = tokenizer
         self._template = template
 
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
     def completion(self, body: bytes, info: ModelInfo) -> Prepared[CompletionRequest]:
         request = parse(CompletionRequest, body)
         check_model(request.model, info)

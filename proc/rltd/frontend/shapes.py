@@ -62,20 +62,24 @@ class Shape(ABC):
     _object: ObjectName
     _chunk_object: ObjectName
 
-    def __init__(self, request: GenerationRequest, job: Job, model: str, echoes: list[str]) -> None:
+    def __init__(
+        self, request: GenerationRequest, job: Job, model: str, echoes: list[str], *, has_text: bool = True
+    ) -> None:
+        """`has_text` False: the model has no tokenizer, so every update is shown although it has no text."""
         self._job = job
         self._model = model
         self._created = int(time.time())
         self._echoes = echoes
         self._with_ids = bool(request.return_token_ids)
         self._with_depths = bool(request.return_depths)
+        self._with_empty = self._with_ids or self._with_depths or not has_text
         self.with_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
         self._begun: set[int] = set()
 
     def chunk(self, update: Update) -> bytes | None:
         """The event for an update, or None when it has nothing to show yet."""
         first = update.choice.index not in self._begun
-        asked_for = update.token_ids and (self._with_ids or self._with_depths)
+        asked_for = update.token_ids and self._with_empty
         if not (update.texts or update.finish_reason or asked_for or (first and self._begins_alone(update.choice))):
             return None
         self._begun.add(update.choice.index)

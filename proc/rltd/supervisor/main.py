@@ -25,7 +25,8 @@ def serve(config: Config, *, commands: Commands = COMMANDS, limits: Limits | Non
     """
     with bind_http(config.server.host, config.server.port) as http:
         run_dir = create_run_dir()
-        printer = Printer(json_lines=config.log.format == "json")
+        as_json = config.log.format == "json"
+        printer = Printer(json_lines=as_json)
         notifier = Notifier.from_environment()
 
         async def run() -> int:
@@ -42,7 +43,7 @@ def serve(config: Config, *, commands: Commands = COMMANDS, limits: Limits | Non
                 return await supervisor.run()
 
         try:
-            for line in banner.starting(config.model.path, url_of(http)):
+            for line in banner.starting(config.model.path, url_of(http), plain=as_json):
                 printer.say(line)
             return asyncio.run(run())
         finally:

@@ -211,7 +211,9 @@ class Supervisor:
         self._was_ready = True
         engine = next(c for c in self.ready_children() if c.peer.role == "engine")
         name = engine.info.name if engine.info is not None else self.config.model.path
-        for line in banner.ready(name, engine.device, self._url, time.monotonic() - self._started_at_s):
+        seconds = time.monotonic() - self._started_at_s
+        plain = self.config.log.format == "json"
+        for line in banner.ready(name, engine.device, self._url, seconds, plain=plain):
             self._printer.say(line)
 
     def ready_children(self) -> list[Child]:

@@ -60,13 +60,14 @@ class PromptSpan:
 class TickBatch:
     """One tick's rows as attention sees them: decode rows first, then the prompt spans.
 
-    `write` [rows] is the flat position that takes each row's key and value. Decode row i attends to the first
-    `lengths[i]` positions of the pages `page_table[i]` ([decode rows], [decode rows, pages], int64).
+    `write` [rows] is the flat position that takes each row's key and value. Decode row i attends, for each list l, to
+    the first `counts[i, l]` positions of the pages `tables[i, l]` ([decode rows, lists, places] and
+    [decode rows, lists], int64); the row's own position is one of them.
     """
 
     write: Tensor
-    page_table: Tensor
-    lengths: Tensor
+    tables: Tensor
+    counts: Tensor
     prompts: tuple[PromptSpan, ...]
 
 

@@ -24,22 +24,29 @@ class TorchAttention:
     def begin(self, batch: TickBatch) -> None:
         self._batch = batch
         device = batch.write.device
-        decode_rows = len(batch.lengths)
-        if decode_rows:
-            longest = int(batch.lengths.max())
-            index = self._positions(batch.page_table)[:, :longest]
-            mask = None
-            if decode_rows > 1:
-                valid = torch.arange(longest, device=device) < batch.lengths[:, None]
-                # Positions past a row's end may hold anything; the dummy page is finite.
-                index = index.where(valid, 0)
-                mask = valid[:, None, None, :]
-            self._decode_index, self._decode_mask = index, mask
+        if len(batch.counts):
+            self._decode_index, self._decode_mask = self._decode_reads(batch.tables, batch.counts)
         self._prompt_index = [self._positions(span.pages[None])[0, : span.length] for span in batch.prompts]
         self._prompt_mask = [
             torch.ones(span.count, span.length, dtype=torch.bool, device=device).tril(span.length - span.count)
             for span in batch.prompts
         ]
+
+    def _decode_reads(self, tables: Tensor, counts: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Flat positions [rows, longest] that the decode rows read, and the mask of the valid ones if some are not."""
+        rows, lists = counts.shape
+        positions = self._positions(tables.flatten(0, 1)).view(rows, lists, -1)
+        used = self._arange(positions.shape[2]) < counts[:, :, None]
+        lengths = counts.sum(1)
+        longest = int(lengths.max())
+        valid = self._arange(longest) < lengths[:, None]
+        # Positions past a row's end point at the dummy page, which is finite.
+        index = torch.zeros(rows, longest, dtype=torch.int64, device=counts.device)
+        index[valid] = positions[used]
+        return index, valid[:, None, None, :] if rows > 1 else None
+
+    def _arange(self, end: int) -> Tensor:
+        return torch.arange(end, device=self._offsets.device)
 
     def _positions(self, pages: Tensor) -> Tensor:
         """Flat positions [rows, pages * page_size] of page lists [rows, pages]."""
@@ -51,7 +58,7 @@ class TorchAttention:
         values.index_copy_(0, self._batch.write, value)
         grouped = query.shape[1] != key.shape[1]
         out = torch.empty_like(query)
-        decode_rows = len(self._batch.lengths)
+        decode_rows = len(self._batch.counts)
         if decode_rows:
             # [rows, heads, 1, head_dim] against [rows, kv_heads, longest, head_dim]
             out[:decode_rows] = scaled_dot_product_attention(

@@ -5,7 +5,8 @@ forms: a raw completion (`"Q: 345 + 278 = ?\\nA:"` answered by `"623"`) and a ch
 (`"The answer is 623."`). No form shows its working, so the depth must come from the model, not from its output.
 
 Everything is a function of the `random.Random` handed in. The `train` and `heldout` splits share the words and the
-rules of a task but no wording: each split has its own templates.
+rules of a task, but no question is worded alike: each split has its own templates. The held-out ones join words that all
+occur in the train ones; with unknown words they would measure vocabulary instead of depth.
 """
 
 from __future__ import annotations
@@ -146,37 +147,34 @@ def _subtraction(split: Split, rng: Random, level: int) -> list[QA]:
 
 
 _CHAIN_HEADS: Final[dict[Split, tuple[str, ...]]] = {
-    "train": ("", "", "Let ", "Given ", "We know that "),
-    "heldout": ("", "Given that ", "Let us say that "),
+    "train": ("", "", "Let ", "Given ", "Given that ", "We know that ", "Let us say that ", "Suppose that "),
+    "heldout": ("", "Suppose ", "Let us say "),
 }
 _CHAIN_ASKS: Final[dict[Split, tuple[str, ...]]] = {
     "train": (
         "What is {v}?",
-        "Find {v}.",
         "{v} = ?",
-        "What is the value of {v}?",
-        "Compute {v}.",
         "How much is {v}?",
-        "Please find the value of {v}.",
-        "Give the value of {v}.",
-    ),
-    "heldout": (
-        "Find the value of {v}.",
-        "Please compute {v}.",
+        "What is the value of {v}?",
+        "Find {v}.",
+        "Compute {v}.",
+        "Give {v}.",
+        "Please find {v}.",
+        "Please give {v}.",
         "Compute the value of {v}.",
-        "Please give the value of {v}.",
+        "Give the value of {v}.",
+        "Please find the value of {v}.",
+        "Please compute the value of {v}.",
     ),
+    "heldout": ("Find the value of {v}.", "Please compute {v}.", "Please give the value of {v}."),
 }
-# (equals, plus, minus): the held-out split pairs known words anew.
-_CHAIN_SIGNS: Final[dict[Split, tuple[tuple[str, str, str], ...]]] = {
-    "train": (("=", "+", "-"), ("=", "+", "-"), ("is", "plus", "minus"), ("is", "+", "-")),
-    "heldout": (("=", "+", "-"), ("is", "plus", "minus"), ("=", "plus", "minus")),
-}
+_CHAIN_SIGNS: Final = (("=", "+", "-"), ("=", "+", "-"), ("is", "plus", "minus"), ("=", "plus", "minus"))
+"""(equals, plus, minus)"""
 
 
 def _chains(split: Split, rng: Random, level: int) -> list[QA]:
     """A variable `level` steps after a number, among up to three assignments that do not matter."""
-    equals, plus, minus = rng.choice(_CHAIN_SIGNS[split])
+    equals, plus, minus = rng.choice(_CHAIN_SIGNS)
     names = rng.sample(LETTERS, level + 1 + rng.randint(0, 3))
     path, others = names[: level + 1], names[level + 1 :]
     # The path keeps its order; the others fall anywhere, so neither place nor count tells which variables matter.
@@ -206,13 +204,22 @@ def _chains(split: Split, rng: Random, level: int) -> list[QA]:
 
 
 _HOP_HEADS: Final[dict[Split, tuple[str, ...]]] = {
-    "train": ("", "", "Here are some facts. ", "In an office: "),
+    "train": ("", "", "Here are some facts. ", "In an office: ", "We know some facts of an office. "),
     "heldout": ("", "Here are some facts of an office. ", "We know some facts. "),
 }
 _HOP_FACTS: Final = ("{x}'s boss is {y}.", "The boss of {x} is {y}.", "{x} works for {y}.")
 _HOP_ASKS: Final[dict[Split, tuple[str, ...]]] = {
-    "train": ("Who is {who}?", "Name {who}.", "Find {who}.", "What is the name of {who}?", "Tell me who {who} is."),
-    "heldout": ("Please name {who}.", "Find the name of {who}.", "Please find {who}.", "Tell me the name of {who}."),
+    "train": (
+        "Who is {who}?",
+        "What is the name of {who}?",
+        "Name {who}.",
+        "Find {who}.",
+        "Tell me who {who} is.",
+        "Tell me the name of {who}.",
+        "Please find {who}.",
+        "Please tell me who {who} is.",
+    ),
+    "heldout": ("Please name {who}.", "Find the name of {who}.", "Please tell me the name of {who}."),
 }
 
 
@@ -240,11 +247,11 @@ def _hops(split: Split, rng: Random, level: int) -> list[QA]:
 
 _STORY_STARTS: Final[dict[Split, tuple[str, ...]]] = {
     "train": ("{x} has {n} {items}.", "{x} starts with {n} {items}.", "At first {x} has {n} {items}."),
-    "heldout": ("At first {x} starts with {n} {items}.", "On Monday {x} has {n} {items}."),
+    "heldout": ("At first {x} starts with {n} {items}.",),
 }
 _STORY_LINKS: Final[dict[Split, tuple[str, ...]]] = {
-    "train": ("", "", "Then ", "On Monday ", "Later "),
-    "heldout": ("", "Then ", "After that "),
+    "train": ("", "", "Then ", "After that ", "Later "),
+    "heldout": ("", "Later ", "Then "),
 }
 _STORY_GAINS: Final = ("{x} buys {n} more.", "{x} finds {n} more {items}.", "{y} gives {n} {items} to {x}.")
 _STORY_LOSSES: Final = ("{x} loses {n}.", "{x} sells {n} {items}.", "{x} gives {n} {items} to {y}.")
@@ -253,12 +260,14 @@ _STORY_ASKS: Final[dict[Split, tuple[str, ...]]] = {
         "How many {items} does {x} have now?",
         "How many {items} does {x} have at the end?",
         "How many does {x} have left?",
+        "How many does {x} have now?",
         "Find how many {items} {x} has.",
+        "Find how many {items} {x} has at the end.",
     ),
     "heldout": (
-        "Now how many {items} does {x} have?",
         "How many {items} does {x} have left?",
-        "At the end, how many {items} does {x} have?",
+        "How many does {x} have at the end?",
+        "Find how many {items} {x} has now.",
     ),
 }
 

@@ -3,58 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rlt.attention.interface import AttentionBackend, KvPool, PromptSpan, TickBatch
-from rlt.depth.ouro import ouro_exit
+from rlt.depth.rules import ExitRule
+from rlt.exec.planes import Planes
 from rlt.exec.sampler import sample
-from rlt.exec.slots import Slots
+from rlt.exec.slots import PageTable, Slots
+from rlt.kv.layout import Layout
 from rlt.models.ouro import Ouro
-from rlt.sched.plan import PromptSegment, SlotResult, TickPlan
+from rlt.sched.plan import PromptSegment, Resumption, RowResult, Suspension, TickPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything of a suspended request, in host memory: slot state, hidden rows, keys and values by page."""
+
+    state: dict[str, Tensor]
+    token_row: Tensor
+    prompt_rows: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedTick:
+    """The tokens of a tick that runs or has run: places in the plan, tokens, depths and ends, each [tokens]."""
+
+    columns: tuple[Tensor, Tensor, Tensor, Tensor] | None
+
+    def read(self) -> list[RowResult]:
+        """Wait for the tick and return its tokens."""
+        if self.columns is None:
+            return []
+        return [RowResult(*row) for row in torch.stack(self.columns, 1).tolist()]
 
 
 class Runner:
-    """Owns the device side of an engine: model, slots, hidden rows and the key/value pool.
+    """Owns the device side of an engine: model, slots, page table, hidden rows and the key/value pool.
 
     `hidden` [slots + prompt rows, hidden size] keeps every row between its loops: row s is slot s's decode token, the
     rows after the slots are handed out to prompt chunks by the scheduler.
     """
 
     def __init__(
-        self, *, model: Ouro, pool: KvPool, attention: AttentionBackend, slots: Slots, prompt_rows: int
+        self,
+        *,
+        model: Ouro,
+        layout: Layout,
+        pool: KvPool,
+        attention: AttentionBackend,
+        slots: Slots,
+        pages: PageTable,
+        planes: Planes,
+        rule: ExitRule,
+        prompt_rows: int,
     ) -> None:
         self.model = model
         self.pool = pool
         self.slots = slots
+        self.pages = pages
+        self._layout = layout
         self._attention = attention
-        device = pool.keys.device
+        self._planes = planes
+        self._rule = rule
         self.hidden = torch.zeros(
-            len(slots.token) + prompt_rows, model.spec.hidden_size, dtype=model.dtype, device=device
+            slots.count + prompt_rows, model.spec.hidden_size, dtype=model.dtype, device=slots.device
         )
 
     @torch.inference_mode()
-    def run(self, plan: TickPlan) -> list[SlotResult | None]:
-        """Run the tick; one entry per request of `plan.sampling`, None where the row goes on to its next loop."""
-        slots = self.slots
-        slots.admit(plan.admitted)
-        slots.grant(plan.grants)
-        decode = self._ints([request.slot for request in plan.decode])
-        rows = torch.cat([decode, *(self._ints(segment.rows) for segment in plan.prompts)])
-        loops, positions, batch = self._batch(decode, plan.prompts)
-        self._embed(decode, plan.prompts)
+    def submit(self, plan: TickPlan) -> SubmittedTick:
+        """Run the tick."""
+        for suspension in plan.suspensions:
+            suspension.request.snapshot = self._copy_out(suspension)
+        for resumption in plan.resumptions:
+            self._copy_in(resumption)
+        for request in plan.admitted:
+            self.slots.admit(request)
+            self.pages.clear(request.slot)
+            self._rule.admit(request)
+        self.pages.grant(plan.grants)
+        slots = self._ints(plan.decode.slots)
+        # Rows of requests that ended in a tick whose results the scheduler had not read yet do nothing.
+        places = self.slots.active[slots].nonzero()[:, 0]
+        slots = slots[places]
+        if len(slots) + plan.prompt_rows == 0:
+            return SubmittedTick(None)
+        loops = self.slots.depth[slots]
+        self._embed(slots[loops == 0], plan.prompts)
+        positions, batch = self._batch(slots, loops, plan.prompts)
+        rows = torch.cat([slots, *(self._ints(segment.rows) for segment in plan.prompts)])
         self._attention.begin(batch)
         hidden = self.model.core(self.hidden[rows], positions, self._attention.attend)
         self.hidden[rows] = hidden
-        return self._leave(plan, decode, hidden, loops)
+        exits = self._rule.decide(slots, hidden[: len(slots)], loops + 1)
+        self._planes.passed(slots, loops, exits)
+        self.slots.depth[slots] = loops + 1
+        return self._sample(plan, places, slots, exits, hidden)
 
     def _ints(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.pool.keys.device)
+        return torch.tensor(values, dtype=torch.int64, device=self.slots.device)
 
-    def _embed(self, decode: Tensor, prompts: Sequence[PromptSegment]) -> None:
+    def _embed(self, fresh: Tensor, prompts: Sequence[PromptSegment]) -> None:
         """Give the rows of loop 0 their tokens' embeddings."""
-        fresh = decode[self.slots.depth[decode] == 0]
         rows, tokens = [fresh], [self.slots.token[fresh]]
         for segment in prompts:
             if segment.loop == 0:
@@ -64,80 +118,49 @@ class Runner:
         if len(entering):
             self.hidden[entering] = self.model.prelude(torch.cat(tokens))
 
-    def _batch(self, decode: Tensor, prompts: Sequence[PromptSegment]) -> tuple[Tensor, Tensor, TickBatch]:
-        """Loop of each decode row, position of every row, and the batch as attention sees it."""
-        slots, size = self.slots, self.pool.page_size
-        loops, position = slots.depth[decode], slots.position[decode]
-        table = slots.page_table[decode, loops]
-        positions = [position]
-        write = [_flat(table, position, size)]
-        spans = []
-        row = len(decode)
+    def _batch(self, slots: Tensor, loops: Tensor, prompts: Sequence[PromptSegment]) -> tuple[Tensor, TickBatch]:
+        """Positions of all rows, and the batch as attention sees it."""
+        reads = self._planes.reads(slots, loops)
+        positions, write = [self.slots.position[slots]], [reads.write]
+        size, row, spans = self.pool.page_size, len(slots), []
         for segment in prompts:
             count = len(segment.rows)
-            pages = slots.page_table[segment.request.slot, segment.loop]
-            span = torch.arange(segment.first, segment.first + count, device=pages.device)
+            length = segment.first + count
+            plane = segment.loop % self._layout.prompt_planes(segment.request.loops)
+            pages = self.pages.table[segment.slot, plane, : -(-length // size)]
+            span = torch.arange(segment.first, length, device=pages.device)
             positions.append(span)
             write.append(pages[span // size] * size + span % size)
-            length = segment.first + count
-            spans.append(PromptSpan(row, count, length, pages[: -(-length // size)]))
+            spans.append(PromptSpan(row, count, length, pages))
             row += count
-        longest = int(position.max()) + 1 if len(decode) else 0
-        batch = TickBatch(torch.cat(write), table[:, : -(-longest // size)], position + 1, tuple(spans))
-        return loops, torch.cat(positions), batch
+        return torch.cat(positions), TickBatch(torch.cat(write), reads.tables, reads.counts, tuple(spans))
 
-    def _leave(self, plan: TickPlan, decode: Tensor, hidden: Tensor, loops: Tensor) -> list[SlotResult | None]:
-        """Decide which rows exit, give those their tokens, and advance every slot."""
-        slots = self.slots
-        done = loops + 1
-        survival, exits = ouro_exit(
-            self.model.gate(hidden[: len(decode)]),
-            slots.survival[decode],
-            done,
-            slots.threshold[decode],
-            slots.min_loops[decode],
-            slots.max_loops[decode],
-        )
-        slots.survival[decode] = survival
-        slots.depth[decode] = done
-        # The first output token comes from the prompt's last row after all its loops, whatever the gate says.
+    def _sample(self, plan: TickPlan, places: Tensor, slots: Tensor, exits: Tensor, hidden: Tensor) -> SubmittedTick:
+        """Give the rows that leave the loops their tokens, and advance their slots."""
         leaving = exits.nonzero()[:, 0]
-        firsts, first_slots, row = [], [], len(decode)
+        # The first output token comes from the prompt's last row after all its loops, whatever the rule says.
+        lasts, first_slots, row = [], [], len(slots)
         for segment in plan.prompts:
             row += len(segment.rows)
             if segment.samples:
-                firsts.append(row - 1)
-                first_slots.append(segment.request.slot)
-        results: list[SlotResult | None] = [None] * (len(decode) + len(firsts))
-        rows = torch.cat([leaving, self._ints(firsts)])
+                lasts.append(row - 1)
+                first_slots.append(segment.slot)
+        rows = torch.cat([leaving, self._ints(lasts)])
         if len(rows) == 0:
-            return results
-        left = torch.cat([decode[leaving], self._ints(first_slots)])
-        depths = torch.cat([done[leaving], slots.max_loops[self._ints(first_slots)]])
-        self._finalize(decode[leaving], done[leaving])
-        tokens, finite = self._sample(left, hidden[rows])
-        ends = slots.commit(left, tokens, finite)
-        places = [*leaving.tolist(), *range(len(decode), len(results))]
-        for place, token, depth, end in zip(places, tokens.tolist(), depths.tolist(), ends.tolist(), strict=True):
-            results[place] = SlotResult(token, depth, end)
-        return results
+            return SubmittedTick(None)
+        firsts = self._ints(first_slots)
+        if first_slots:
+            self._planes.begin(firsts)
+            self.slots.depth[firsts] = self.slots.max_loops[firsts]
+        left = torch.cat([slots[leaving], firsts])
+        depths = self.slots.depth[left]
+        tokens, finite = self._next_tokens(left, hidden[rows])
+        ends = self.slots.commit(left, tokens, finite)
+        self._rule.restart(left)
+        after = torch.arange(len(lasts), device=left.device) + len(plan.decode.slots)
+        return SubmittedTick((torch.cat([places[leaving], after]), tokens, depths, ends))
 
-    def _finalize(self, slots: Tensor, depths: Tensor) -> None:
-        """Copy the keys and values of exited tokens into the planes that they skipped (layout `last_exited`).
-
-        A query at loop d then reads version min(d, exit depth) of every token by reading plane d alone.
-        """
-        state = self.slots
-        planes = torch.arange(state.page_table.shape[1], device=slots.device)
-        skipped = (planes >= depths[:, None]) & (planes < state.max_loops[slots][:, None])
-        which, plane = skipped.nonzero(as_tuple=True)
-        if len(which) == 0:
-            return
-        slot, position, size = slots[which], state.position[slots][which], self.pool.page_size
-        source = _flat(state.page_table[slot, depths[which] - 1], position, size)
-        self.pool.copy(source, _flat(state.page_table[slot, plane], position, size))
-
-    def _sample(self, slots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _next_tokens(self, slots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Next tokens of `slots` from their final rows, and whether each row's logits were numbers."""
         state = self.slots
         logits = self.model.head(hidden)
@@ -151,13 +174,29 @@ class Runner:
             top_p=state.top_p[slots],
             min_p=state.min_p[slots],
             seed=state.seed[slots],
-            # The position that the new token will have: distinct for every draw of a request.
-            position=state.position[slots] + (state.generated[slots] > 0).long(),
+            # Distinct for every draw of a request, whatever its batches look like.
+            position=state.next_position(slots),
         )
         return tokens, finite
 
+    def _copy_out(self, suspension: Suspension) -> Snapshot:
+        pages = self._ints(suspension.pages)
+        return Snapshot(
+            state=self.slots.copy_out(suspension.slot),
+            token_row=self.hidden[suspension.slot].to("cpu", copy=True),
+            prompt_rows=self.hidden[self._ints(suspension.rows)].cpu(),
+            keys=self.pool.keys[:, pages].cpu(),
+            values=self.pool.values[:, pages].cpu(),
+        )
 
-def _flat(tables: Tensor, position: Tensor, page_size: int) -> Tensor:
-    """Flat pool positions [rows] of `position` [rows] under page tables [rows, pages]."""
-    page = tables.gather(1, (position // page_size)[:, None])[:, 0]
-    return page * page_size + position % page_size
+    def _copy_in(self, resumption: Resumption) -> None:
+        snapshot, device = resumption.request.snapshot, self.slots.device
+        assert isinstance(snapshot, Snapshot)
+        pages = self._ints(resumption.pages)
+        self.slots.copy_in(resumption.slot, snapshot.state)
+        self.hidden[resumption.slot] = snapshot.token_row.to(device)
+        self.hidden[self._ints(resumption.rows)] = snapshot.prompt_rows.to(device)
+        self.pool.keys[:, pages] = snapshot.keys.to(device)
+        self.pool.values[:, pages] = snapshot.values.to(device)
+        self.pages.clear(resumption.slot)
+        resumption.request.snapshot = None

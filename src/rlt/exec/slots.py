@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,53 +16,68 @@ MAX_END_IDS = 24
 
 
 class Slots:
-    """Tensors of [slots] (and the page tables); a slot is set at admission and advanced by the ticks."""
+    """Tensors of [slots, ...]: a slot is set at admission, advanced by the ticks, and can be copied out and back.
 
-    def __init__(self, slots: int, planes: int, pages_per_plane: int, device: torch.device) -> None:
-        def ints() -> Tensor:
-            return torch.zeros(slots, dtype=torch.int64, device=device)
+    Key/value planes and exit rules keep state per slot too: they `add` their tensors, so that a suspended request
+    takes everything with it.
+    """
 
-        def floats() -> Tensor:
-            return torch.zeros(slots, dtype=torch.float32, device=device)
-
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.count = slots
         self.device = device
-        #: the token that runs next, its position, the loops it has run, its survival under the exit rule
-        self.token, self.position, self.depth, self.survival = ints(), ints(), ints(), floats()
-        self.generated, self.max_tokens, self.min_tokens = ints(), ints(), ints()
-        self.min_loops, self.max_loops, self.threshold = ints(), ints(), floats()
-        self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
-        self.top_k, self.seed = ints(), ints()
-        self.end_ids = torch.full((slots, MAX_END_IDS), -1, dtype=torch.int64, device=device)
-        #: page_table[slot, plane, i] is the page of positions i * page_size ... of that plane
-        self.page_table = torch.full((slots, planes, pages_per_plane), DUMMY_PAGE, dtype=torch.int64, device=device)
+        self._tensors: dict[str, Tensor] = {}
+        #: the slot has a token that runs; a slot whose request ended is passed over by ticks already submitted
+        self.active = self.add("active", torch.bool)
+        #: the token that runs next, its position, the loops it has run
+        self.token = self.add("token", torch.int64)
+        self.position = self.add("position", torch.int64)
+        self.depth = self.add("depth", torch.int64)
+        self.generated = self.add("generated", torch.int64)
+        self.max_tokens = self.add("max_tokens", torch.int64)
+        self.min_tokens = self.add("min_tokens", torch.int64)
+        self.min_loops = self.add("min_loops", torch.int64)
+        self.max_loops = self.add("max_loops", torch.int64)
+        self.threshold = self.add("threshold", torch.float32)
+        self.temperature = self.add("temperature", torch.float32)
+        self.top_p = self.add("top_p", torch.float32)
+        self.min_p = self.add("min_p", torch.float32)
+        self.top_k = self.add("top_k", torch.int64)
+        self.seed = self.add("seed", torch.int64)
+        self.end_ids = self.add("end_ids", torch.int64, (MAX_END_IDS,))
 
-    def admit(self, requests: Sequence[Request]) -> None:
-        """Set the slots of newly admitted requests."""
-        for request in requests:
-            params, slot = request.params, request.slot
-            self.position[slot] = len(request.prompt)
-            self.depth[slot] = 0
-            self.survival[slot] = 1.0
-            self.generated[slot] = 0
-            self.max_tokens[slot] = params.max_tokens
-            self.min_tokens[slot] = params.min_tokens
-            self.min_loops[slot] = params.min_loops
-            self.max_loops[slot] = params.max_loops
-            self.threshold[slot] = params.exit_threshold
-            self.temperature[slot] = params.temperature
-            self.top_p[slot] = params.top_p
-            self.min_p[slot] = params.min_p
-            self.top_k[slot] = params.top_k
-            self.seed[slot] = params.seed
-            ends = params.end_token_ids
-            self.end_ids[slot] = torch.tensor([*ends, *[-1] * (MAX_END_IDS - len(ends))], device=self.device)
-            self.page_table[slot] = DUMMY_PAGE
+    def add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Tensor:
+        """A new zeroed state tensor [slots, *shape]."""
+        assert name not in self._tensors
+        tensor = self._tensors[name] = torch.zeros((self.count, *shape), dtype=dtype, device=self.device)
+        return tensor
 
-    def grant(self, grants: Sequence[PageGrant]) -> None:
-        """Enter new pages into the page tables."""
-        if grants:
-            slot, plane, place, page = torch.tensor(grants, device=self.device).unbind(1)
-            self.page_table[slot, plane, place] = page
+    def admit(self, request: Request) -> None:
+        """Set the slot of a newly admitted request."""
+        params, slot = request.params, request.slot
+        for tensor in self._tensors.values():
+            tensor[slot] = 0
+        self.position[slot] = len(request.prompt)
+        self.max_tokens[slot] = params.max_tokens
+        self.min_tokens[slot] = params.min_tokens
+        self.min_loops[slot] = params.min_loops
+        self.max_loops[slot] = params.max_loops
+        self.threshold[slot] = params.exit_threshold
+        self.temperature[slot] = params.temperature
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.top_k[slot] = params.top_k
+        self.seed[slot] = params.seed
+        ends = params.end_token_ids
+        self.end_ids[slot] = torch.tensor([*ends, *[-1] * (MAX_END_IDS - len(ends))], device=self.device)
+
+    def copy_out(self, slot: int) -> dict[str, Tensor]:
+        """The state of a slot, by name."""
+        return {name: tensor[slot].clone() for name, tensor in self._tensors.items()}
+
+    def copy_in(self, slot: int, state: Mapping[str, Tensor]) -> None:
+        """Set a slot to a state that was copied out."""
+        for name, tensor in self._tensors.items():
+            tensor[slot] = state[name]
 
     def bar_early_ends(self, slots: Tensor, logits: Tensor) -> None:
         """Set the end ids' logits [rows, vocab] to minus infinity, in place, in rows below their min_tokens."""
@@ -74,17 +89,35 @@ class Slots:
     def commit(self, slots: Tensor, tokens: Tensor, finite: Tensor) -> Tensor:
         """Append `tokens` to `slots` (both [rows], int64) and return what ended: an END_* code per row (int64).
 
-        The slot's next token starts at loop 0 with fresh survival.
+        The slot's next token starts at loop 0; a slot that ended goes idle at once.
         """
         generated = self.generated[slots] + 1
-        stopped = (tokens[:, None] == self.end_ids[slots]).any(-1)
         end = torch.where(generated >= self.max_tokens[slots], END_LENGTH, END_NONE)
-        end = torch.where(stopped, END_STOP, end)
+        end = torch.where((tokens[:, None] == self.end_ids[slots]).any(-1), END_STOP, end)
         end = torch.where(finite, end, END_NOT_FINITE)
-        # The prompt's last row gives the first output token; its position is the prompt's length, set at admission.
-        self.position[slots] += (self.generated[slots] > 0).long()
+        self.position[slots] = self.next_position(slots)
         self.generated[slots] = generated
         self.token[slots] = tokens
         self.depth[slots] = 0
-        self.survival[slots] = 1.0
+        self.active[slots] = end == END_NONE
         return end
+
+    def next_position(self, slots: Tensor) -> Tensor:
+        """Position of the token that `commit` is about to append. The first one's was set at admission."""
+        return self.position[slots] + (self.generated[slots] > 0).long()
+
+
+class PageTable:
+    """table[slot, l, i] is the page that holds positions i * page_size ... of page list l of the slot's request."""
+
+    def __init__(self, slots: int, lists: int, places: int, device: torch.device) -> None:
+        self.table = torch.full((slots, lists, places), DUMMY_PAGE, dtype=torch.int64, device=device)
+
+    def clear(self, slot: int) -> None:
+        self.table[slot] = DUMMY_PAGE
+
+    def grant(self, grants: Sequence[PageGrant]) -> None:
+        """Enter new pages."""
+        if grants:
+            slot, page_list, place, page = torch.tensor(grants, device=self.table.device).unbind(1)
+            self.table[slot, page_list, place] = page

@@ -45,11 +45,7 @@ def load_tensors(
     the model and at most one file at a time. `progress(file name, share of all bytes done)` follows every tensor.
     Raises `ModelError` with all problems found.
     """
-    entries, problems = _read_headers(directory)
-    wanted = {name: entry for name, entry in entries.items() if name in expected or not ignore(name)}
-    problems += _mismatches(wanted, expected)
-    if problems:
-        raise ModelError("\n".join((f"{directory}: the weights do not fit its {CONFIG_FILE}:", *problems)))
+    wanted = check_tensors(directory, expected, ignore=ignore)
     total, done = checkpoint_bytes(expected, dtype), 0
     tensors: dict[str, Tensor] = {}
     for file in weight_files(directory):
@@ -64,6 +60,18 @@ def load_tensors(
         except (SafetensorError, OSError) as error:
             raise _broken(file, error) from error
     return tensors
+
+
+def check_tensors(
+    directory: Path, expected: Mapping[str, tuple[int, ...]], *, ignore: Callable[[str], bool] = lambda name: False
+) -> dict[str, TensorEntry]:
+    """Where each tensor of a checkpoint is, from the files' headers alone. Raises `ModelError` with all problems."""
+    entries, problems = _read_headers(directory)
+    wanted = {name: entry for name, entry in entries.items() if name in expected or not ignore(name)}
+    problems += _mismatches(wanted, expected)
+    if problems:
+        raise ModelError("\n".join((f"{directory}: the weights do not fit its {CONFIG_FILE}:", *problems)))
+    return wanted
 
 
 def checkpoint_bytes(expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:

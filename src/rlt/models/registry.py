@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rlt.models import ouro
-from rlt.models.loader import load_tensors
+from rlt.models.loader import check_tensors, checkpoint_bytes, load_tensors
 from rlt.models.spec import ModelSpec
 
 
@@ -30,3 +30,13 @@ def load_model(
         progress=progress,
     )
     return ouro.Ouro(spec, tensors)
+
+
+def check_model(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Check the checkpoint's headers against `spec` without loading it; the bytes its weights take as `dtype`.
+
+    Raises `ModelError`.
+    """
+    shapes = ouro.tensor_shapes(spec)
+    check_tensors(directory, shapes, ignore=ouro.ignorable)
+    return checkpoint_bytes(shapes, dtype)

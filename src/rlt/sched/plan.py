@@ -16,6 +16,7 @@ class PromptSegment(NamedTuple):
     """
 
     request: Request
+    slot: int
     loop: int
     first: int
     rows: list[int]
@@ -24,50 +25,84 @@ class PromptSegment(NamedTuple):
 
 
 class PageGrant(NamedTuple):
-    """Page `page` now holds positions `place * page_size ...` of (slot, plane)."""
+    """Page `page` now holds positions `place * page_size ...` of page list `page_list` of a slot."""
 
     slot: int
-    plane: int
+    page_list: int
     place: int
     page: int
 
 
+class Suspension(NamedTuple):
+    """Copy the state of `slot`, these pages and these hidden rows to host memory, into `request.snapshot`."""
+
+    request: Request
+    slot: int
+    pages: list[int]
+    rows: list[int]
+
+
+class Resumption(NamedTuple):
+    """Bring `request.snapshot` back: into its new slot, these pages and rows, in the order they were copied out."""
+
+    request: Request
+    slot: int
+    pages: list[int]
+    rows: list[int]
+
+
+class DecodeRows(NamedTuple):
+    """One row each, at whatever loop the slot's state on the device says. Kept from tick to tick until it changes."""
+
+    requests: tuple[Request, ...]
+    slots: list[int]
+
+
+NO_ROWS = DecodeRows((), [])
+
+
 @dataclass(slots=True)
 class TickPlan:
-    """One launch. Decode rows take token, position and loop from the slot's state on the device."""
+    """One launch: suspensions, then resumptions and admissions, then page grants, then the rows."""
 
     number: int
-    #: requests that get a slot before anything runs
+    suspensions: list[Suspension] = field(default_factory=list)
+    resumptions: list[Resumption] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     grants: list[PageGrant] = field(default_factory=list)
-    #: one row each, at whatever loop the slot's state says
-    decode: list[Request] = field(default_factory=list)
+    decode: DecodeRows = NO_ROWS
     prompts: list[PromptSegment] = field(default_factory=list)
+    prompt_rows: int = 0
 
-    @property
-    def sampling(self) -> list[Request]:
-        """Every request of which this tick may produce a token, in the order of the results."""
-        return [*self.decode, *(segment.request for segment in self.prompts if segment.samples)]
-
-    @property
-    def prompt_rows(self) -> int:
-        return sum(len(segment.rows) for segment in self.prompts)
+    def add_prompt(self, segment: PromptSegment) -> None:
+        self.prompts.append(segment)
+        self.prompt_rows += len(segment.rows)
 
     @property
     def rows(self) -> int:
-        return len(self.decode) + self.prompt_rows
+        return len(self.decode.slots) + self.prompt_rows
+
+    @property
+    def sampling(self) -> list[Request]:
+        """The requests whose first token comes from this tick, in order."""
+        return [segment.request for segment in self.prompts if segment.samples]
 
     def __bool__(self) -> bool:
-        return bool(self.decode or self.prompts)
+        rows = self.decode.slots or self.prompts
+        return bool(rows or self.suspensions or self.resumptions or self.admitted or self.grants)
 
 
-class SlotResult(NamedTuple):
-    """A token that left the loop: `depth` loops ran for it. `end` says whether the request ended with it."""
+class RowResult(NamedTuple):
+    """A token that left the loop after `depth` loops; `end` says whether its request ended with it.
 
+    `place` counts the plan's decode rows, then its sampling prompt segments.
+    """
+
+    place: int
     token: int
     depth: int
     end: int
 
 
-#: values of `SlotResult.end`, written by the device
+#: values of `RowResult.end`, written by the device
 END_NONE, END_STOP, END_LENGTH, END_NOT_FINITE = 0, 1, 2, 3

@@ -1,10 +1,12 @@
-"""One request in the engine, and the stages of its life."""
+"""One request in the engine, and the stages of its life. No torch here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from rlt.kv.layout import Layout
+from rlt.kv.prefix import Block, Chain
 from rlt_protocols.params import ResolvedParams
 
 
@@ -12,14 +14,17 @@ class Stage(Enum):
     WAITING = auto()
     PREFILL = auto()
     DECODE = auto()
+    #: preempted: its state is in host memory, and it waits to come back to PREFILL or DECODE
+    SUSPENDED = auto()
     FINISHED = auto()
 
 
 #: The only moves there are. Leaving the engine is possible from everywhere, and final.
 TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     Stage.WAITING: frozenset({Stage.PREFILL, Stage.FINISHED}),
-    Stage.PREFILL: frozenset({Stage.DECODE, Stage.FINISHED}),
-    Stage.DECODE: frozenset({Stage.FINISHED}),
+    Stage.PREFILL: frozenset({Stage.DECODE, Stage.SUSPENDED, Stage.FINISHED}),
+    Stage.DECODE: frozenset({Stage.SUSPENDED, Stage.FINISHED}),
+    Stage.SUSPENDED: frozenset({Stage.PREFILL, Stage.DECODE, Stage.FINISHED}),
     Stage.FINISHED: frozenset(),
 }
 
@@ -39,35 +44,87 @@ class Chunk:
     def count(self) -> int:
         return len(self.rows)
 
+    @property
+    def end(self) -> int:
+        return self.first + len(self.rows)
+
 
 @dataclass(slots=True, eq=False)
 class Request:
+    """What the scheduler knows. It lags behind the device by the ticks whose results are not read yet."""
+
     id: str
     prompt: list[int]
     params: ResolvedParams
+    layout: Layout
+    #: order of arrival in the engine
+    number: int
     stage: Stage = Stage.WAITING
     slot: int = -1
-    #: prompt tokens whose chunk was started
+    #: prompt tokens whose chunk was started (or whose pages came from the prefix cache)
     started: int = 0
-    chunk: Chunk | None = None
-    #: position of the token that runs next (decode): tokens before it have all their keys and values
-    position: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
+    #: output tokens known; and how many tokens after the first exited at each depth (index = loops)
     generated: int = 0
-    #: pages[plane][i] holds positions i * page_size ... of that plane
-    pages: list[list[int]] = field(default_factory=list)
-    #: pages that this request may need at most, promised to it at admission
-    promised: int = 0
-
-    def move(self, stage: Stage) -> None:
-        assert stage in TRANSITIONS[self.stage], (
-            f"request {self.id}: {self.stage.name} -> {stage.name} is no transition"
-        )
-        self.stage = stage
+    exits: list[int] = field(default_factory=list)
+    #: lists[l] are the pages of page list l in order
+    lists: list[list[int]] = field(default_factory=list)
+    #: keys under which the prompt's full blocks are found in the prefix cache, if there is one
+    chain: Chain | None = None
+    #: blocks of the cache by their place in the prompt: read, or given to the cache, by this request
+    blocks: dict[int, Block] = field(default_factory=dict)
+    #: prompt blocks offered to the cache so far
+    offered: int = 0
+    #: the blocks' planes that decode tokens do not read were given up after the prompt
+    tail: bool = False
+    #: tokens taken from the prefix cache at admission
+    cached_tokens: int = 0
+    #: requests that arrived later and were admitted before this one
+    passed: int = 0
+    urgent: bool = False
+    #: tick at which its pages must be looked at again
+    due: int = 0
+    #: the runner's copy of the state of a suspended request
+    snapshot: object | None = None
+    suspended_at: int = 0
+    #: pages per list that it had
+    sizes: list[int] = field(default_factory=list)
+    resumes_in: Stage = Stage.DECODE
 
     @property
-    def planes(self) -> int:
+    def loops(self) -> int:
+        """Loops at most per token, and of every prompt token."""
         return self.params.max_loops
 
-    @property
-    def owned_pages(self) -> int:
-        return sum(len(plane) for plane in self.pages)
+    def move(self, stage: Stage) -> None:
+        assert stage in TRANSITIONS[self.stage], f"request {self.id}: {self.stage.name} -> {stage.name} is no transition"
+        self.stage = stage
+
+    def own_pages(self) -> list[int]:
+        """Pages that belong to this request alone, not to blocks of the prefix cache."""
+        if not self.blocks:
+            return [page for pages in self.lists for page in pages]
+        # Exited lists hold output tokens only; in all others a block has the page of its place.
+        return [
+            page
+            for index, pages in enumerate(self.lists)
+            for place, page in enumerate(pages)
+            if index >= self.loops or place not in self.blocks
+        ]
+
+    def most(self, page_list: int) -> int:
+        """Positions that a page list may hold at most while decoding. The last output token is never written."""
+        tokens = self.params.max_tokens
+        return len(self.prompt) + tokens - 1 if page_list < self.loops else tokens
+
+    def needs(self, page_list: int, ahead: int) -> int:
+        """Positions of a page list that `ahead` more ticks may have written, in a decoding request."""
+        known = len(self.prompt)
+        if not self.layout.exit_sorted:
+            known += max(self.generated - 1, 0)
+        elif page_list < self.loops:
+            # Tokens that went deeper than this plane; in the last plane, those that ended there.
+            known += sum(self.exits[min(page_list + 2, self.loops) :])
+        else:
+            known = self.exits[page_list - self.loops + 1]
+        return min(known + ahead, self.most(page_list))

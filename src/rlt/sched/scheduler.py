@@ -1,49 +1,88 @@
 """Which rows run in the next tick, and what their results mean for the requests. No torch here.
 
 Every tick runs all decode rows, each at its own loop, and fills the rest of the row budget with prompt chunks, each
-at its own loop. Requests enter and leave at any tick.
+at its own loop. Requests enter, leave, are suspended and come back at any tick. Planning may run ahead of the results
+by `max_lag` ticks: everything here holds for whatever the ticks under way turn out to do.
+
+Rows always fit. A chunk keeps its rows from its first loop to its last, and a prompt that turns to decoding gives up
+at least the one row that it then takes; so decode rows and chunks under way never exceed the budget, and only new
+chunks and resumed requests have to be measured against it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rlt.kv.pages import PagePool
 from rlt.sched.plan import (
     END_LENGTH,
     END_NONE,
     END_NOT_FINITE,
     END_STOP,
-    PageGrant,
+    NO_ROWS,
+    DecodeRows,
     PromptSegment,
-    SlotResult,
+    Resumption,
+    RowResult,
+    Suspension,
     TickPlan,
 )
 from rlt.sched.request import Chunk, Request, Stage
-from rlt_protocols.params import ResolvedParams
+from rlt.sched.supply import PageSupply
+from rlt.sched.waiting import WaitingLine
+from rlt_protocols.params import ParamError, ResolvedParams
 from rlt_protocols.text import Tokens
+
+#: waiting requests looked at beyond the first one that does not fit
+LOOK_AHEAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How the scheduler is set up; names are those of the configuration."""
+
+    max_seqs: int
+    max_tick_tokens: int
+    prefill_chunk: int
+    wavefront: bool = True
+    mixed: bool = True
+    priority: bool = False
+    preemption: bool = True
+    max_bypass: int = 64
+    #: pages that admission leaves free
+    reserve: int = 0
 
 
 class Scheduler:
-    """Owns every request of an engine, its slots, its prompt rows and its pages."""
+    """Owns every request of an engine, its slots and its prompt rows; its pages are the supply's."""
 
-    def __init__(
-        self, *, pool: PagePool, page_size: int, max_seqs: int, max_tick_tokens: int, prefill_chunk: int
-    ) -> None:
-        self.pool = pool
-        self.page_size = page_size
-        self.max_tick_tokens = max_tick_tokens
-        self.prefill_chunk = min(prefill_chunk, max_tick_tokens)
+    def __init__(self, policy: Policy, supply: PageSupply) -> None:
+        self.policy = policy
+        self.supply = supply
         self.requests: dict[str, Request] = {}
-        self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self._slots = list(range(max_seqs - 1, -1, -1))
+        self.waiting = WaitingLine(priority=policy.priority, max_bypass=policy.max_bypass)
+        self.preemptions = 0
+        self.hit_tokens = 0
+        self._slots = list(range(policy.max_seqs - 1, -1, -1))
         # Rows of the hidden-state buffer after the slots' own rows: prompt tokens live there between ticks.
-        self._rows = list(range(max_seqs + max_tick_tokens - 1, max_seqs - 1, -1))
-        self._prompt_rows_total = max_tick_tokens
+        self._rows = list(range(policy.max_seqs + policy.max_tick_tokens - 1, policy.max_seqs - 1, -1))
+        self._chunk = 1 if supply.layout.serial_prompt else min(policy.prefill_chunk, policy.max_tick_tokens)
+        self._decoding: dict[Request, None] = {}
+        self._decode_rows: DecodeRows | None = NO_ROWS
+        #: decoding requests by the tick at which their pages must be looked at
+        self._due: dict[int, list[Request]] = {}
+        #: decoding requests that have no row in the tick being planned
+        self._stalled: set[Request] = set()
+        #: prompts that got no pages for their next chunk
+        self._starved: list[Request] = []
+        #: chunks whose last loop was planned in the last tick
+        self._finishing: list[tuple[Request, Chunk]] = []
+        #: pages that running requests may still need and that admission must not give away
         self._promised = 0
-        self._tick = 0
+        self._number = 0
+        self._arrivals = 0
+        self._applied = 0
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -51,14 +90,15 @@ class Scheduler:
         """Queue a request. `prompt` and `params` were checked against the model's limits (`params.resolve`)."""
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use")
-        request = Request(request_id, prompt, params)
-        request.promised = self._pages_for(len(prompt) + params.max_tokens) * request.planes
-        if request.promised > self.pool.total:
-            raise ValueError(
-                f"may need {request.promised} KV pages; the cache has {self.pool.total} (kv.pages, kv.bytes)"
+        request = Request(request_id, prompt, params, self.supply.layout, self._arrivals)
+        most = self.supply.most_pages(request)
+        if most > self.supply.pool.total:
+            raise ParamError(
+                "max_tokens", f"the request may need {most} KV pages and the cache has {self.supply.pool.total}"
             )
+        self._arrivals += 1
         self.requests[request_id] = request
-        self.waiting.append(request)
+        self.waiting.add(request)
         return request
 
     def abort(self, request_id: str) -> bool:
@@ -66,144 +106,321 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is None:
             return False
-        if request.stage is Stage.WAITING:
-            self.waiting.remove(request)
         self._finish(request)
         return True
 
     def _finish(self, request: Request) -> None:
-        if request.stage is not Stage.WAITING:
-            self.running.remove(request)
-            self._slots.append(request.slot)
-            self._promised -= request.promised
-            if request.chunk is not None:
-                self._rows.extend(request.chunk.rows)
-                request.chunk = None
-            for plane in request.pages:
-                self.pool.release(plane)
-            request.pages = []
+        if request.stage in {Stage.WAITING, Stage.SUSPENDED}:
+            self.waiting.remove(request)
+            request.snapshot = None
+        else:
+            self._vacate(request)
         request.move(Stage.FINISHED)
         del self.requests[request.id]
+
+    def _vacate(self, request: Request) -> None:
+        """Take a running request's place and pages."""
+        self.running.remove(request)
+        self._slots.append(request.slot)
+        self._promised -= self._promise(request)
+        for chunk in request.chunks:
+            self._rows.extend(chunk.rows)
+        self.supply.drop(request)
+        if request in self._decoding:
+            del self._decoding[request]
+            self._decode_rows = None
+
+    def _promise(self, request: Request) -> int:
+        """Pages that a running request may still need: its prompt's, or without preemption all there can be."""
+        if not self.policy.preemption:
+            owned = sum(map(len, request.lists))
+            # The prompt's planes may have been more than the planes of decoding.
+            return max(0, self.supply.most_pages(request) - owned)
+        if request.stage is Stage.DECODE:
+            return 0
+        return self.supply.prompt_missing(request, len(request.prompt))
 
     # -- planning ------------------------------------------------------------------------------------------------
 
     def plan(self) -> TickPlan:
-        """Plan the next tick: an empty plan means that there is nothing to do."""
-        plan = TickPlan(self._tick + 1)
+        """Plan the next tick: an empty plan means that nothing can run now."""
+        plan = TickPlan(self._number + 1)
+        self._end_chunks(plan)
+        self._supply_running(plan)
         self._admit(plan)
-        for request in self.running:
-            if request.stage is Stage.DECODE:
-                self._supply(request, request.position + 1, plan)
-                plan.decode.append(request)
-        # Chunks on their way always fit: each row they had at their start is theirs until they leave, and a prompt
-        # that turns to decoding gives up at least the one row that it then takes.
-        prefilling = [request for request in self.running if request.stage is Stage.PREFILL]
-        for request in prefilling:
-            if request.chunk is not None:
-                self._plan_chunk(request, request.chunk, plan)
-        for request in prefilling:
-            room = self.max_tick_tokens - plan.rows
-            if room > 0 and request.chunk is None:
-                self._plan_chunk(request, self._start_chunk(request, room, plan), plan)
-        assert plan.rows <= self.max_tick_tokens
+        prompts_first = not self.policy.mixed and any(r.stage is Stage.PREFILL for r in self.running)
+        if not prompts_first:
+            plan.decode = self._rows_of_decoding()
+        self._plan_prompts(plan)
+        if prompts_first and not plan.prompts:
+            plan.decode = self._rows_of_decoding()
+        if self.supply.prefix is not None and self.supply.pool.free < self.policy.reserve:
+            self.supply.prefix.evict(self.policy.reserve - self.supply.pool.free - self.supply.pool.resting)
         if plan:
-            self._tick = plan.number
+            self._number = plan.number
+            self.supply.pool.submitted(plan.number)
         return plan
 
-    def _admit(self, plan: TickPlan) -> None:
-        while self.waiting and self._slots:
-            request = self.waiting[0]
-            if self._promised + request.promised > self.pool.total:
-                return
-            self.waiting.popleft()
-            self._promised += request.promised
-            request.slot = self._slots.pop()
-            request.pages = [[] for _ in range(request.planes)]
-            request.move(Stage.PREFILL)
-            self.running.append(request)
-            plan.admitted.append(request)
+    def _end_chunks(self, plan: TickPlan) -> None:
+        """Chunks that ran their last loop leave; a prompt that is through begins to decode."""
+        for request, chunk in self._finishing:
+            if chunk not in request.chunks or request.stage is not Stage.PREFILL:
+                continue
+            request.chunks.remove(chunk)
+            self._rows.extend(chunk.rows)
+            self.supply.offer_blocks(request, chunk.end)
+            if chunk.end == len(request.prompt):
+                promised = self._promise(request)
+                request.move(Stage.DECODE)
+                plan.grants.extend(self.supply.begin_decode(request))
+                self._promised += self._promise(request) - promised
+                self._decoding[request] = None
+                self._decode_rows = None
+                self._look_at(request, plan.number)
+        self._finishing.clear()
 
-    def _start_chunk(self, request: Request, room: int, plan: TickPlan) -> Chunk:
-        count = min(self.prefill_chunk, len(request.prompt) - request.started, room)
-        chunk = request.chunk = Chunk(request.started, [self._rows.pop() for _ in range(count)])
+    def _look_at(self, request: Request, tick: int) -> None:
+        request.due = tick
+        self._due.setdefault(tick, []).append(request)
+
+    def _supply_running(self, plan: TickPlan) -> None:
+        """Give running requests the pages of the next tick; decoding ones that get none now are stalled."""
+        # Those that got none last time are due again, also when nothing could run then and the tick is still the same.
+        due = [r for r in self._due.pop(plan.number, ()) if r.due == plan.number and r.stage is Stage.DECODE]
+        due.extend(self._stalled.difference(due))
+        self._stalled.clear()
+        starved, self._starved = self._starved, []
+        for request in sorted({*due, *starved}, key=self.waiting.rank) if starved or len(due) > 1 else due:
+            if request.stage is Stage.DECODE:
+                if self._ensure(request, plan):
+                    self._look_at(request, plan.number + 1 + self.supply.slack(request))
+                elif request.stage is Stage.DECODE:
+                    self._stalled.add(request)
+            elif request.stage is Stage.PREFILL:
+                self._ensure(request, plan)
+
+    def _ensure(self, request: Request, plan: TickPlan) -> bool:
+        """Supply `request`, suspending requests that rank behind it if there is no other way."""
+        positions = min(request.started + self._chunk, len(request.prompt))
+        decoding = request.stage is Stage.DECODE
+        while True:
+            promised = self._promise(request)
+            grants = self.supply.grow_decode(request) if decoding else self.supply.grow_prompt(request, positions)
+            if grants is not None:
+                plan.grants.extend(grants)
+                self._promised += self._promise(request) - promised
+                return True
+            missing = (
+                self.supply.decode_missing(request) if decoding else self.supply.prompt_missing(request, positions)
+            )
+            if self.supply.available >= missing:
+                return False
+            assert self.policy.preemption, "pages that were promised are not there"
+            victim = max(self.running, key=self.waiting.rank)
+            self._suspend(victim, plan)
+            if victim is request:
+                return False
+
+    def _suspend(self, request: Request, plan: TickPlan) -> None:
+        pages = [page for pages in request.lists for page in pages]
+        rows = [row for chunk in request.chunks for row in chunk.rows]
+        # What the plan was about to give it is void; the copy is of the state after the ticks before this one.
+        plan.grants = [grant for grant in plan.grants if grant.slot != request.slot]
+        plan.suspensions.append(Suspension(request, request.slot, pages, rows))
+        request.resumes_in = request.stage
+        request.suspended_at = plan.number
+        request.sizes = [len(pages) for pages in request.lists]
+        self._vacate(request)
+        request.move(Stage.SUSPENDED)
+        self.waiting.add(request)
+        self.preemptions += 1
+
+    # -- admission -----------------------------------------------------------------------------------------------
+
+    def _admit(self, plan: TickPlan) -> None:
+        index = 0
+        while index < min(len(self.waiting), LOOK_AHEAD + 1):
+            request = self.waiting[index]
+            if self._try_admit(request, plan) or (index == 0 and self._make_room(request, plan)):
+                self.waiting.admitted(request)
+            elif request.urgent or not self._slots:
+                return
+            else:
+                index += 1
+
+    def _try_admit(self, request: Request, plan: TickPlan) -> bool:
+        if not self._slots:
+            return False
+        if request.stage is Stage.SUSPENDED:
+            return self._resume(request, plan)
+        self.supply.find_cached(request)
+        need = self.supply.prompt_missing(request, len(request.prompt))
+        if not self.policy.preemption:
+            need = self.supply.most_pages(request) - sum(map(len, request.lists))
+        if not self._affordable(need):
+            self.supply.forget_cached(request)
+            return False
+        request.slot = self._slots.pop()
+        request.move(Stage.PREFILL)
+        self.running.append(request)
+        self._promised += self._promise(request)
+        self.hit_tokens += request.cached_tokens
+        plan.admitted.append(request)
+        plan.grants.extend(self.supply.table(request))
+        return True
+
+    def _affordable(self, pages: int) -> bool:
+        """Whether admission may promise `pages` more. An engine without requests needs no reserve."""
+        reserve = self.policy.reserve if self.running else 0
+        return self.supply.available - self._promised - reserve >= pages
+
+    def _resume(self, request: Request, plan: TickPlan) -> bool:
+        # Its copy must have been made, and what the ticks before it did must be known.
+        if not request.suspended_at - 1 <= self._applied or request.suspended_at == plan.number:
+            return False
+        count = sum(request.sizes)
+        rows = sum(chunk.count for chunk in request.chunks)
+        room = self.policy.max_tick_tokens - len(self._decoding) - self._chunk_rows
+        if room < max(rows, 1) or not self._affordable(count + len(request.sizes)):
+            return False
+        pages = self.supply.take(count)
+        if pages is None:
+            return False
+        given = iter(pages)
+        request.lists = [[next(given) for _ in range(size)] for size in request.sizes]
+        for chunk in request.chunks:
+            chunk.rows = [self._rows.pop() for _ in chunk.rows]
+        request.slot = self._slots.pop()
+        request.move(request.resumes_in)
+        self.running.append(request)
+        plan.resumptions.append(
+            Resumption(request, request.slot, pages, [row for chunk in request.chunks for row in chunk.rows])
+        )
+        plan.grants.extend(self.supply.table(request))
+        self._promised += self._promise(request)
+        if request.stage is Stage.DECODE:
+            # It runs from the next tick on, once its pages were looked at.
+            self._decoding[request] = None
+            self._decode_rows = None
+            self._stalled.add(request)
+        return True
+
+    def _make_room(self, request: Request, plan: TickPlan) -> bool:
+        """Suspend running requests of lower priority for the first in line."""
+        if not (self.policy.priority and self.policy.preemption) or request.suspended_at == plan.number:
+            return False
+        while True:
+            victim = max(self.running, key=self.waiting.rank, default=None)
+            if victim is None or victim.urgent or victim.params.priority <= request.params.priority:
+                return False
+            # Pages that rest will be there without another victim.
+            if self._slots and self.supply.pool.resting:
+                return False
+            self._suspend(victim, plan)
+            if self._try_admit(request, plan):
+                return True
+
+    # -- rows ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _chunk_rows(self) -> int:
+        return self.policy.max_tick_tokens - len(self._rows)
+
+    def _rows_of_decoding(self) -> DecodeRows:
+        if self._stalled:
+            requests = tuple(request for request in self._decoding if request not in self._stalled)
+            return DecodeRows(requests, [request.slot for request in requests])
+        if self._decode_rows is None:
+            self._decode_rows = DecodeRows(tuple(self._decoding), [request.slot for request in self._decoding])
+        return self._decode_rows
+
+    def _plan_prompts(self, plan: TickPlan) -> None:
+        prefilling = [request for request in self.running if request.stage is Stage.PREFILL]
+        for request in prefilling:
+            for chunk in request.chunks:
+                self._plan_chunk(request, chunk, plan)
+        for request in sorted(prefilling, key=self.waiting.rank):
+            if request.started < len(request.prompt) and (self.policy.wavefront or not request.chunks):
+                self._start_chunk(request, plan)
+        assert plan.rows <= self.policy.max_tick_tokens
+
+    def _start_chunk(self, request: Request, plan: TickPlan) -> None:
+        room = self.policy.max_tick_tokens - len(self._decoding) - self._chunk_rows
+        count = min(self._chunk, len(request.prompt) - request.started, room)
+        if count <= 0:
+            return
+        promised = self._promise(request)
+        grants = self.supply.grow_prompt(request, request.started + count)
+        if grants is None:
+            # Nobody can be suspended any more in this tick: the next one begins with this request.
+            self._starved.append(request)
+            return
+        plan.grants.extend(grants)
+        self._promised += self._promise(request) - promised
+        chunk = Chunk(request.started, [self._rows.pop() for _ in range(count)])
+        request.chunks.append(chunk)
         request.started += count
-        self._supply(request, request.started, plan)
-        return chunk
+        self._plan_chunk(request, chunk, plan)
 
     def _plan_chunk(self, request: Request, chunk: Chunk, plan: TickPlan) -> None:
-        """Add the request's chunk at its next loop."""
-        end = chunk.first + chunk.count
-        samples = chunk.loop == request.planes - 1 and end == len(request.prompt)
-        tokens = request.prompt[chunk.first : end] if chunk.loop == 0 else []
-        plan.prompts.append(PromptSegment(request, chunk.loop, chunk.first, chunk.rows, tokens, samples))
-
-    def _supply(self, request: Request, positions: int, plan: TickPlan) -> None:
-        """Give every plane pages for the first `positions` positions. Admission promised them, so they are there."""
-        have = len(request.pages[0])
-        need = self._pages_for(positions)
-        for place in range(have, need):
-            for plane, page in enumerate(self.pool.allocate(request.planes)):
-                request.pages[plane].append(page)
-                plan.grants.append(PageGrant(request.slot, plane, place, page))
-
-    def _pages_for(self, positions: int) -> int:
-        return -(-positions // self.page_size)
+        """Add the chunk at its next loop."""
+        last_loop = chunk.loop == request.loops - 1
+        samples = last_loop and chunk.end == len(request.prompt)
+        tokens = request.prompt[chunk.first : chunk.end] if chunk.loop == 0 else []
+        plan.add_prompt(PromptSegment(request, request.slot, chunk.loop, chunk.first, chunk.rows, tokens, samples))
+        chunk.loop += 1
+        if last_loop:
+            self._finishing.append((request, chunk))
 
     # -- results -------------------------------------------------------------------------------------------------
 
-    def apply(self, plan: TickPlan, results: Sequence[SlotResult | None]) -> list[Tokens]:
-        """Advance the requests by what a tick did.
+    def apply(self, plan: TickPlan, results: Sequence[RowResult]) -> list[Tokens]:
+        """Advance the requests by the tokens that a tick produced, oldest tick first; returns the tokens.
 
-        `results` has one entry per request of `plan.sampling`: None where the row went on to its next loop. Returns
-        the new tokens; requests that ended are gone afterwards.
+        Requests that ended are gone afterwards. A result of a request that was aborted meanwhile is dropped.
         """
-        for segment in plan.prompts:
-            if segment.request.chunk is not None:
-                self._advance_chunk(segment.request, segment.request.chunk)
+        self._applied = plan.number
+        self.supply.pool.ended(plan.number)
+        decoded, first = plan.decode.requests, len(plan.decode.requests)
+        sampling = plan.sampling
         outputs: list[Tokens] = []
-        for request, result in zip(plan.sampling, results, strict=True):
-            if result is not None and request.stage is not Stage.FINISHED:
+        for result in results:
+            request = decoded[result.place] if result.place < first else sampling[result.place - first]
+            if request.stage is not Stage.FINISHED:
                 outputs.append(self._apply_token(request, result))
         return outputs
 
-    def _advance_chunk(self, request: Request, chunk: Chunk) -> None:
-        chunk.loop += 1
-        if chunk.loop == request.planes:
-            self._rows.extend(chunk.rows)
-            request.chunk = None
-
-    def _apply_token(self, request: Request, result: SlotResult) -> Tokens:
-        if request.stage is Stage.PREFILL:
-            request.move(Stage.DECODE)
-            request.position = len(request.prompt)
-        else:
-            request.position += 1
+    def _apply_token(self, request: Request, result: RowResult) -> Tokens:
+        if request.generated:
+            request.exits[result.depth] += 1
         request.generated += 1
+        cached = request.cached_tokens
         if result.end == END_NONE:
-            return Tokens(request.id, (result.token,), (result.depth,))
+            return Tokens(request.id, (result.token,), (result.depth,), cached_tokens=cached)
         self._finish(request)
         if result.end == END_NOT_FINITE:
             return Tokens(request.id, finish_reason="error", error="the model computed numbers that are not finite")
         if result.end == END_LENGTH:
-            return Tokens(request.id, (result.token,), (result.depth,), finish_reason="length")
+            return Tokens(request.id, (result.token,), (result.depth,), "length", cached_tokens=cached)
         assert result.end == END_STOP
         reason = result.token if result.token in request.params.stop_token_ids else None
-        return Tokens(request.id, (result.token,), (result.depth,), finish_reason="stop", stop_reason=reason)
+        return Tokens(request.id, (result.token,), (result.depth,), "stop", reason, cached_tokens=cached)
 
     # -- looking in ----------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.requests)
 
     def check_integrity(self) -> None:
-        """Assert what must hold between ticks; cheap enough for every tick of a test and for idle moments."""
-        owned = [page for request in self.running for plane in request.pages for page in plane]
-        self.pool.check_integrity(owned)
-        assert self._promised == sum(request.promised for request in self.running) <= self.pool.total
-        assert all(request.owned_pages <= request.promised for request in self.running)
-        chunk_rows = [row for request in self.running if request.chunk for row in request.chunk.rows]
-        assert len(set(chunk_rows)) == len(chunk_rows) == self._prompt_rows_total - len(self._rows)
+        """Assert what must hold between ticks."""
+        self.supply.check_integrity(self.running)
+        assert self._promised == sum(map(self._promise, self.running))
+        rows = [row for request in self.running for chunk in request.chunks for row in chunk.rows]
+        assert len(set(rows)) == len(rows) == self._chunk_rows
+        assert len(self._decoding) + len(rows) <= self.policy.max_tick_tokens
         slots = [request.slot for request in self.running]
-        assert len(set(slots)) == len(slots)
+        assert len(set(slots)) == len(slots) == self.policy.max_seqs - len(self._slots)
         assert set(self.requests.values()) == {*self.waiting, *self.running}
+        assert list(self._decoding) == [r for r in self._decoding if r.stage is Stage.DECODE]
+        assert {r for r in self.running if r.stage is Stage.DECODE} == set(self._decoding)
