@@ -11,7 +11,11 @@ from rlt.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Memory of the engine. `cache_tokens` is what fits at full depth: prompts and answers of all requests together."""
+    """Memory of the engine.
+
+    `cache_tokens` is what fits at full depth, the answers of all requests with their prompts; `request_tokens` is the
+    longest request that surely fits.
+    """
 
     device: str
     dtype: str
@@ -20,6 +24,7 @@ class MemoryPlan:
     pages: int
     cache_bytes: int
     cache_tokens: int
+    request_tokens: int
 
 
 def plan_memory(config: Config, directory: Path, spec: ModelSpec) -> MemoryPlan:
@@ -29,6 +34,7 @@ def plan_memory(config: Config, directory: Path, spec: ModelSpec) -> MemoryPlan:
     """
     from rlt.engine import choose_device, choose_dtype
     from rlt.exec.memory import page_bytes, plan_pages
+    from rlt.kv.layout import parse_layout
     from rlt.models.registry import check_model
 
     device = choose_device(config.engine.device)
@@ -37,6 +43,7 @@ def plan_memory(config: Config, directory: Path, spec: ModelSpec) -> MemoryPlan:
     one_page = page_bytes(spec, config.kv.page_size, dtype)
     kv = config.kv if device.type == "cpu" else _after_loading(config.kv, weights, device.index)
     pages = plan_pages(kv, spec, dtype, device)
+    layout = parse_layout(config.kv.layout)
     return MemoryPlan(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
@@ -44,7 +51,8 @@ def plan_memory(config: Config, directory: Path, spec: ModelSpec) -> MemoryPlan:
         page_bytes=one_page,
         pages=pages,
         cache_bytes=pages * one_page,
-        cache_tokens=pages // spec.loops * config.kv.page_size,
+        cache_tokens=pages // layout.decode_planes(spec.loops) * config.kv.page_size,
+        request_tokens=layout.most_tokens(pages, spec.loops, config.kv.page_size),
     )
 
 

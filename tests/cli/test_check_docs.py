@@ -45,7 +45,7 @@ curl http://127.0.0.1:8000/v1/completions -d '{
     assert check(tmp_path, text) == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/a.md", "docs/models/b.md", "recipes/tiny/deep/README.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/a.md", "docs/models/a.md", "recipes/tiny/deep/README.md"])
 def test_a_link_to_nowhere_is_named(tmp_path: Path, name: str) -> None:
     assert (
         check(tmp_path, "\n[a](b.md) and [c](../README.md#x?)\n", name)[0] == f"{name}:2: the link b.md leads nowhere"

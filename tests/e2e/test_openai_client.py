@@ -12,7 +12,7 @@ from proc.running import Running
 
 pytestmark = pytest.mark.e2e
 
-PROMPT = "Q: 2 + 3 = ?\nA:"
+PROMPT = "Q: What is 2 + 3?\nA:"
 MESSAGES: Any = [{"role": "user", "content": "What is 2 + 3?"}]
 #: Greedy, and long enough that there is something to stream.
 FIELDS: Any = {"temperature": 0, "max_tokens": 12}
@@ -34,10 +34,15 @@ def check_usage(usage: Any, loops: int) -> None:
     assert usage.prompt_tokens > 0
     assert 1 <= usage.completion_tokens <= 12
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    assert usage.prompt_tokens_details.cached_tokens == 0
+    assert 0 <= usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
     spent = usage.model_extra["loops"]
     assert 1 <= spent["mean"] <= loops
     assert spent["total"] == pytest.approx(spent["mean"] * usage.completion_tokens)
+
+
+def counts(usage: Any) -> dict[str, Any]:
+    """What does not depend on the prompts that came before."""
+    return {name: value for name, value in usage.model_dump().items() if name != "prompt_tokens_details"}
 
 
 def test_models(client: openai.OpenAI, built_in: str) -> None:
@@ -59,7 +64,7 @@ def test_completions(client: openai.OpenAI, built_in: str) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]].count(None) == len(chunks) - 2
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
+    assert counts(chunks[-1].usage) == counts(whole.usage)
 
 
 def test_chat(client: openai.OpenAI, built_in: str) -> None:
@@ -72,7 +77,7 @@ def test_chat(client: openai.OpenAI, built_in: str) -> None:
         chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == answer.content
-    assert chunks[-1].usage == whole.usage
+    assert counts(chunks[-1].usage) == counts(whole.usage)
     # A client sends the answer back as it got it, for the next turn.
     turns = [*MESSAGES, answer.model_dump(), {"role": "user", "content": "What is 1 + 1?"}]
     assert client.chat.completions.create(model=built_in, messages=turns, **FIELDS).choices[0].message.content
@@ -114,8 +119,8 @@ def test_errors_are_the_clients_exceptions(client: openai.OpenAI, built_in: str)
     with pytest.raises(openai.BadRequestError, match="max_loops: must be between 1 and 4, got 9") as caught:
         client.completions.create(model=built_in, prompt="x", extra_body={"max_loops": 9})
     assert caught.value.param == "max_loops"
+    tool: Any = {"type": "function", "function": {"name": "f"}}
     with pytest.raises(openai.BadRequestError, match="tools is not supported yet") as caught:
-        tool: Any = {"type": "function", "function": {"name": "f"}}
         client.chat.completions.create(model=built_in, messages=MESSAGES, tools=[tool])
     assert caught.value.code == "unsupported_parameter"
     with pytest.raises(openai.NotFoundError, match="the model 'gpt' is not served here"):

@@ -38,6 +38,7 @@ def test_check_prints_the_resolved_configuration_and_the_model(tmp_path: Path) -
         "pages": 8,
         "cache_bytes": 8 * page_bytes,
         "cache_tokens": 8 // 4 * 32,
+        "request_tokens": (8 - 3) // 4 * 32 - 4,  # a page more for each list of exited tokens, and room ahead
     }
 
 

@@ -34,7 +34,7 @@ class Metrics:
         self._states: set[str] = set()
         self._running = self._gauge("num_requests_running", "Requests in the engines' batches.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a place in a batch.")
-        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache's pages that is in use, 0 to 1.")
+        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache's pages that requests use, 0 to 1.")
         self._pages = self._gauge("kv_pages", "Pages of the KV cache by state.", "state")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self._tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -114,7 +114,7 @@ class Metrics:
         for state, count in pages.items():
             self._pages.labels(self._name, state).set(count)
         total = sum(pages.values())
-        self._kv_usage.labels(self._name).set(1 - pages.get("free", 0) / total if total else 0)
+        self._kv_usage.labels(self._name).set(pages.get("used", 0) / total if total else 0)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"rlt:{name}", text, ("model_name", *labels), registry=self._registry)

@@ -5,8 +5,8 @@ forms: a raw completion (`"Q: 345 + 278 = ?\\nA:"` answered by `"623"`) and a ch
 (`"The answer is 623."`). No form shows its working, so the depth must come from the model, not from its output.
 
 Everything is a function of the `random.Random` handed in. The `train` and `heldout` splits share the words and the
-rules of a task, but no question is worded alike: each split has its own templates. The held-out ones join words that all
-occur in the train ones; with unknown words they would measure vocabulary instead of depth.
+rules of a task, but no question is worded alike: each split has its own templates. The held-out ones join words that
+all occur in the train ones; with unknown words they would measure vocabulary instead of depth.
 """
 
 from __future__ import annotations

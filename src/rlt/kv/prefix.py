@@ -34,7 +34,8 @@ class Block:
     parent: Block | None
     #: by plane; once the block has lost its key, the pages of `kept` alone, in the order of the planes
     pages: list[int]
-    last_used: int
+    #: when a reader or tail reader left for the last time; before that nobody asks
+    last_used: int = 0
     children: int = 0
     #: requests that need every plane
     readers: int = 0
@@ -69,8 +70,8 @@ class PrefixCache:
         self._blocks: dict[bytes, Block] = {}
         #: without a key, but with tail readers
         self._stripped: set[Block] = set()
-        # Heap of (last_used, key), one entry at least for each leaf without readers. Entries go stale in place and are
-        # skipped when they surface: `last_used` is unique, so an entry is current iff its block still has that value.
+        # Heap of (last_used, key), at least one entry for each leaf without readers. Entries go stale in place and are
+        # skipped when they surface: one is current iff its block is such a leaf and was not used since.
         self._leaves: list[tuple[int, bytes]] = []
         self._clock = 0
         self._evictable = 0
@@ -109,7 +110,6 @@ class PrefixCache:
             assert block.keyed, "a block was acquired after its eviction"
             block.readers += 1
             self._pin(block)
-            self._touch(block)
 
     def insert(self, chain: Chain, index: int, pages: Sequence[int]) -> Block | None:
         """Offer the prompt's block `index`, complete in all planes; `pages` has one page per plane.
@@ -123,12 +123,11 @@ class PrefixCache:
         parent = self._blocks.get(chain.keys[index - 1]) if index else None
         if key in self._blocks or (index and parent is None):
             return None
-        block = self._blocks[key] = Block(key, parent, list(pages), last_used=0, readers=1, pins=1)
+        block = self._blocks[key] = Block(key, parent, list(pages), readers=1, pins=1)
         self._pages_held += len(pages)
         if parent is not None:
             parent.children += 1
             self._pin(parent)
-        self._touch(block)
         return block
 
     def keep_planes(self, block: Block, kept: Sequence[int]) -> None:

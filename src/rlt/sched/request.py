@@ -97,7 +97,9 @@ class Request:
         return self.params.max_loops
 
     def move(self, stage: Stage) -> None:
-        assert stage in TRANSITIONS[self.stage], f"request {self.id}: {self.stage.name} -> {stage.name} is no transition"
+        assert stage in TRANSITIONS[self.stage], (
+            f"request {self.id}: {self.stage.name} -> {stage.name} is no transition"
+        )
         self.stage = stage
 
     def own_pages(self) -> list[int]:

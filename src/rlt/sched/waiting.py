@@ -11,7 +11,7 @@ Rank = tuple[bool, int, int]
 
 
 class WaitingLine:
-    """New and suspended requests by rank: urgent ones first, then (with `priority`) by priority, then by arrival.
+    """New and suspended requests by rank: urgent ones first, by arrival, then the others, by priority (with `priority`) and arrival.
 
     A request may be passed by at most `max_bypass` requests that arrived later; then it is urgent: it goes to the
     front, and nobody is admitted before it any more. So nobody starves.
@@ -24,7 +24,9 @@ class WaitingLine:
 
     def rank(self, request: Request) -> Rank:
         """Smaller is served first."""
-        return (not request.urgent, request.params.priority if self._priority else 0, request.number)
+        if request.urgent or not self._priority:
+            return (not request.urgent, 0, request.number)
+        return (True, request.params.priority, request.number)
 
     def add(self, request: Request) -> None:
         if self._max_bypass == 0:
