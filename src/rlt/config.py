@@ -19,7 +19,6 @@ from typing import Any, Literal, Union
 
 from rlt.errors import ConfigError
 
-
 LAYOUTS = r"last_exited|last_exited_copy|shared|last_step|cyclic:[1-9]\d*"
 
 

@@ -36,8 +36,8 @@ from rlt_protocols.text import Tokens
 from support import resolved, run_to_end
 
 #: Examples of the state machine; `--hypothesis-profile NAME` of a registered profile overrides it.
-EXAMPLES = 30
-STEPS = 20
+EXAMPLES = 40
+STEPS = 10
 
 LAYOUTS = ("last_exited", "last_exited_copy", "shared", "last_step", "cyclic:1", "cyclic:2", "cyclic:3", "cyclic:5")
 RULES = ("ouro", "ouro_delayed", "random_lookahead", "trace")
@@ -284,10 +284,11 @@ class Watched:
 _random = random.Random(3)
 #: prompts are a piece of one of these and a piece of another, so that many share a prefix and some part in a page
 TEXTS = [[_random.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+KEEP = (8, 3, 0, 12, 16, 17, 24, 33)
 
 
 def prompt_of(base: int, keep: int, other: int, extra: int) -> list[int]:
-    return (TEXTS[base][:keep] + TEXTS[other][:extra])[:40] or TEXTS[base][:1]
+    return TEXTS[base][:keep] + TEXTS[other][:extra] or TEXTS[base][:1]
 
 
 switches = st.fixed_dictionaries(
@@ -307,8 +308,8 @@ switches = st.fixed_dictionaries(
             {
                 "layout": those_accepted("kv", "layout", LAYOUTS),
                 "prefix_cache": st.booleans(),
-                "page_size": st.sampled_from([1, 2, 3, 4, 7, 8, 16]),
-                "watermark": st.sampled_from([0.0, 0.01, 0.25]),
+                "page_size": st.sampled_from([2, 4, 1, 3, 7, 8, 16]),
+                "watermark": st.sampled_from([0.0, 0.0, 0.01, 0.25]),
             }
         ),
         "exit": st.fixed_dictionaries({"rule": those_accepted("exit", "rule", RULES)}),
@@ -317,15 +318,15 @@ switches = st.fixed_dictionaries(
 
 requests = st.fixed_dictionaries(
     {
-        "prompt": st.builds(prompt_of, st.integers(0, 2), st.integers(0, 40), st.integers(0, 2), st.integers(0, 12)),
-        "max_tokens": st.integers(1, 10),
+        "prompt": st.builds(prompt_of, st.integers(0, 1), st.sampled_from(KEEP), st.integers(0, 2), st.integers(0, 9)),
+        "max_tokens": st.sampled_from([12, 8, 16, 24, 1, 2, 3, 5]),
         "min_tokens": st.sampled_from([0, 0, 0, 1, 3]),
-        "stop_at": st.sampled_from([None, None, 0, 2, 5]),
-        "max_loops": st.sampled_from([4, 4, 3, 2, 1]),
+        "stop_at": st.sampled_from([None, None, None, None, 0, 2, 5]),
+        "max_loops": st.sampled_from([4, 4, 4, 4, 3, 2, 1]),
         "min_loops": st.sampled_from([1, 1, 2, 3]),
         "exit_threshold": st.sampled_from([0.5, 0.5, 0.3, 0.8, 0.0, 1.0]),
         "priority": st.integers(-1, 1),
-        "cache_salt": st.sampled_from([None, None, "a", "b"]),
+        "cache_salt": st.sampled_from([None, None, None, None, "a", "b"]),
     }
 )
 
@@ -341,10 +342,10 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         shape=st.sampled_from(SHAPES),
         sections=switches,
-        max_seqs=st.integers(1, 5),
+        max_seqs=st.sampled_from([3, 4, 6, 2, 1]),
         more_rows=st.integers(0, 20),
-        kv_tokens=st.integers(16, 100),
-        first=st.lists(requests, min_size=1, max_size=4),
+        kv_tokens=st.sampled_from([30, 36, 42, 50, 60, 20]),
+        first=st.lists(requests, min_size=3, max_size=6),
     )
     def start(self, shape, sections, max_seqs, more_rows, kv_tokens, first):
         sections["engine"] |= {"max_seqs": max_seqs, "max_tick_tokens": max_seqs + more_rows}
@@ -364,7 +365,7 @@ class EngineMachine(RuleBasedStateMachine):
         act(*args, **kwargs)
         self.failed = False
 
-    @rule(batch=st.lists(requests, min_size=1, max_size=3))
+    @rule(batch=st.lists(requests, min_size=1, max_size=2))
     def arrive(self, batch):
         for asked in batch:
             limits = {
@@ -423,7 +424,7 @@ def needs(section: str, **values: Any) -> None:
             pytest.skip(f"no {section}.{key} = {value!r} in this engine")
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=model_name)
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=model_name)
 @pytest.mark.parametrize("rule_name", RULES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_and_rule(models: Models, layout, rule_name, shape):
@@ -443,7 +444,7 @@ def test_layout_and_rule(models: Models, layout, rule_name, shape):
         watched.step()
     watched.finish()
     used = {depth for seen in watched.requests.values() for depth in seen.depths}
-    assert len(used) > 1 or (rule_name, shape.loops) in (("ouro_delayed", 2), ("random_lookahead", 2)), "nothing left early: this shows nothing"
+    assert len(used) > 1, "nothing left early: this shows nothing"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -510,7 +511,7 @@ def test_a_pool_too_small_for_all(models: Models, layout, scheduling, asynchrono
         watched.step()
         watched.step()
     watched.finish()
-    assert all(seen.finals for seen in watched.requests.values())
+    assert watched.engine.scheduler.preemptions > 0, "everything fitted: this shows nothing"
 
 
 def test_sampled_requests_are_their_solo_runs(models: Models):

@@ -436,8 +436,6 @@ def test_references_without_eviction_do_not_pile_up():
 
 def test_wrong_use_is_caught():
     cache, [block] = filled([1, 2])
-    with pytest.raises(AssertionError, match="one page per plane"):
-        cache.insert(cache.chain([3, 4], 2, None), 0, [1])
     with pytest.raises(AssertionError, match="keeps some planes"):
         cache.keep_planes(block, [0, 1])
     with pytest.raises(AssertionError, match="tail readers left"):

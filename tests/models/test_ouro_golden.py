@@ -74,14 +74,19 @@ def test_full_depth_tokens(ouro_golden: Golden, make_engine, settings):
         {},
         {"kv": {"layout": "last_exited_copy"}},
         {"engine": {"async_scheduling": True, "prefill_chunk": 7, "max_tick_tokens": 32}},
-        {"engine": {"async_scheduling": True, "mixed": False, "wavefront": False}, "kv": {"layout": "last_exited_copy"}},
+        {
+            "engine": {"async_scheduling": True, "mixed": False, "wavefront": False},
+            "kv": {"layout": "last_exited_copy"},
+        },
         {"kv": {"pages": 110, "page_size": 8}, "engine": {"prefill_chunk": 16}},
         {"kv": {"pages": 110, "page_size": 8}, "engine": {"async_scheduling": True}},
     ],
     ids=["default", "copies", "async-chunks", "async-apart-copies", "preempted", "preempted-async"],
 )
 def test_exits_tokens_and_depths_all_thresholds_in_one_batch(ouro_golden: Golden, make_engine, sections):
-    engine = make_engine(**({"engine": {}, "kv": {}} | sections | {"engine": {"max_seqs": 20} | sections.get("engine", {})}))
+    engine = make_engine(
+        **({"engine": {}, "kv": {}} | sections | {"engine": {"max_seqs": 20} | sections.get("engine", {})})
+    )
     runs = ouro_golden.facts["runs"]["last_exited"]
     for q in runs:
         for name in PROMPTS:

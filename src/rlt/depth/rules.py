@@ -109,7 +109,9 @@ def read_trace(path: Path) -> list[list[int]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError([f'exit.trace_file {path}: expected JSON {{"depths": [[...], ...]}}: {error}']) from error
     rows = depths if isinstance(depths, list) else []
-    valid = all(isinstance(row, list) and row and all(type(depth) is int and depth > 0 for depth in row) for row in rows)
+    valid = all(
+        isinstance(row, list) and row and all(type(depth) is int and depth > 0 for depth in row) for row in rows
+    )
     if not rows or not valid:
         raise ConfigError([f"exit.trace_file {path}: depths must be non-empty lists of loops, 1 or more"])
     return rows

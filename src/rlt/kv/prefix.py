@@ -25,7 +25,6 @@ class Chain(NamedTuple):
     keys: tuple[bytes, ...]
     #: blocks that may come from the cache: never all of the prompt, since its last token must run to be sampled from
     matchable: int
-    loops: int
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +89,7 @@ class PrefixCache:
         for start in range(0, len(packed), width):
             key = sha256(key + packed[start : start + width]).digest()
             keys.append(key)
-        return Chain(tuple(keys), max(0, len(prompt) - 1) // self._page_size, loops)
+        return Chain(tuple(keys), max(0, len(prompt) - 1) // self._page_size)
 
     def match(self, chain: Chain) -> list[Block]:
         """The longest cached start of the prompt, first block first. Takes no references."""
@@ -112,13 +111,13 @@ class PrefixCache:
             self._pin(block)
 
     def insert(self, chain: Chain, index: int, pages: Sequence[int]) -> Block | None:
-        """Offer the prompt's block `index`, complete in all planes; `pages` has one page per plane.
+        """Offer the prompt's block `index`, complete in all planes; `pages` has one page for each of the prompt's
+        planes.
 
         Returns the new block: its pages are the cache's now, and the caller is its reader. Or None: the pages stay the
         caller's, because an equal block is there already, or because the block before it is not (only possible when
         that one was refused too: the caller would read it otherwise). After a None, go on with the next block.
         """
-        assert len(pages) == chain.loops, "a block needs one page per plane"
         key = chain.keys[index]
         parent = self._blocks.get(chain.keys[index - 1]) if index else None
         if key in self._blocks or (index and parent is None):

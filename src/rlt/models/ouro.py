@@ -91,7 +91,8 @@ class Ouro:
         spec, eps = self.spec, self.spec.norm_eps
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for index, layer in enumerate(self._layers):
-            heads = linear(rms_norm(hidden, layer.before_attention, eps), layer.qkv).unflatten(-1, (-1, spec.head_dim))
+            heads = linear(rms_norm(hidden, layer.before_attention, eps), layer.qkv)
+            heads = heads.view(-1, spec.heads + 2 * spec.kv_heads, spec.head_dim)
             rotated = rotate_halves(heads[:, : spec.heads + spec.kv_heads], cos, sin)
             query, key = rotated[:, : spec.heads], rotated[:, spec.heads :]
             attended = attend(index, query, key, heads[:, spec.heads + spec.kv_heads :])

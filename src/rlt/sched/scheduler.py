@@ -243,6 +243,8 @@ class Scheduler:
             request = self.waiting[index]
             if self._try_admit(request, plan) or (index == 0 and self._make_room(request, plan)):
                 self.waiting.admitted(request)
+                # From the front again: a request that was passed may be urgent now.
+                index = 0
             elif request.urgent or not self._slots:
                 return
             else:

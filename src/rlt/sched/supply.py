@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rlt.kv.layout import Layout
 from rlt.kv.pages import PagePool
-from rlt.kv.prefix import PrefixCache
+from rlt.kv.prefix import Block, PrefixCache
 from rlt.sched.plan import PageGrant
 from rlt.sched.request import Request, Stage
 
@@ -188,13 +188,13 @@ class PageSupply:
         running = list(running)
         owned = [page for request in running for page in request.own_pages()]
         if self.prefix is not None:
-            readers: dict[object, int] = {}
-            tails: dict[object, int] = {}
+            readers: dict[Block, int] = {}
+            tails: dict[Block, int] = {}
             for request in running:
                 for block in request.blocks.values():
                     counts = tails if request.tail else readers
                     counts[block] = counts.get(block, 0) + 1
-            self.prefix.check_integrity(readers, tails)  # type: ignore[arg-type]
+            self.prefix.check_integrity(readers, tails)
             owned.extend(self.prefix.held())
         self.pool.check_integrity(owned)
         assert all(not request.lists for request in running if request.stage is Stage.SUSPENDED)

@@ -11,7 +11,7 @@ Rank = tuple[bool, int, int]
 
 
 class WaitingLine:
-    """New and suspended requests by rank: urgent ones first, by arrival, then the others, by priority (with `priority`) and arrival.
+    """New and suspended requests by rank: urgent ones by arrival, then the others by priority (if asked) and arrival.
 
     A request may be passed by at most `max_bypass` requests that arrived later; then it is urgent: it goes to the
     front, and nobody is admitted before it any more. So nobody starves.
