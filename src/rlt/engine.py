@@ -19,6 +19,7 @@ from rlt.exec.memory import plan_pages
 from rlt.exec.planes import make_planes
 from rlt.exec.runner import Runner, SubmittedTick
 from rlt.exec.slots import PageTable, Slots
+from rlt.kv.book import PageBook
 from rlt.kv.layout import Layout, parse_layout
 from rlt.kv.pages import PagePool
 from rlt.kv.prefix import PrefixCache
@@ -100,6 +101,7 @@ class Engine:
                 pool=page_pool,
                 prefix=prefix,
                 layout=layout,
+                book=PageBook(layout, engine.max_seqs, spec.loops, size),
                 page_size=size,
                 ahead=1 + self._max_lag,
                 early_exits=config.exit.rule == "trace",

@@ -36,7 +36,7 @@ from rlt_protocols.text import Tokens
 from support import resolved, run_to_end
 
 #: Examples of the state machine; `--hypothesis-profile NAME` of a registered profile overrides it.
-EXAMPLES = 40
+EXAMPLES = 30
 STEPS = 10
 
 LAYOUTS = ("last_exited", "last_exited_copy", "shared", "last_step", "cyclic:1", "cyclic:2", "cyclic:3", "cyclic:5")
@@ -496,8 +496,8 @@ def test_a_pool_too_small_for_all(models: Models, layout, scheduling, asynchrono
         SHAPES[0],
         {
             "engine": {
-                "max_seqs": 4,
-                "max_tick_tokens": 12,
+                "max_seqs": 8,
+                "max_tick_tokens": 16,
                 "prefill_chunk": 4,
                 "preemption": True,
                 "scheduling": scheduling,
@@ -506,9 +506,10 @@ def test_a_pool_too_small_for_all(models: Models, layout, scheduling, asynchrono
             "kv": {"layout": layout, "page_size": 2, "pages": 60, "prefix_cache": False, "watermark": 0.0},
         },
     )
-    for index, prompt in enumerate((MIDDLE[:6], MIDDLE[6:], SHORT, LONG[:9])):
-        watched.arrive(prompt, max_tokens=16, exit_threshold=0.8, priority=-index)
-        watched.step()
+    for index, prompt in enumerate(
+        (MIDDLE[:6], MIDDLE[6:], SHORT, LONG[:9], LONG[9:14], LONG[14:20], SHORT, MIDDLE[:8])
+    ):
+        watched.arrive(prompt, max_tokens=16, exit_threshold=0.8, priority=-index, ignore_eos=True)
         watched.step()
     watched.finish()
     assert watched.engine.scheduler.preemptions > 0, "everything fitted: this shows nothing"

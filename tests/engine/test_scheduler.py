@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from rlt.kv.book import PageBook
 from rlt.kv.layout import parse_layout
 from rlt.kv.pages import OutOfPages, PagePool
 from rlt.kv.prefix import PrefixCache
@@ -39,16 +40,18 @@ def params(max_tokens=4, max_loops=3, priority=0, min_loops=1, threshold=0.5) ->
 
 
 def scheduler(pages=100, page_size=4, layout="last_exited", lag=0, cache=False, **policy) -> Scheduler:
-    pool = PagePool(pages)
+    pool, kind = PagePool(pages), parse_layout(layout)
+    sizes = {"max_seqs": 3, "max_tick_tokens": 8, "prefill_chunk": 5} | policy
     supply = PageSupply(
         pool=pool,
         prefix=PrefixCache(pool, page_size, "model", layout) if cache else None,
-        layout=parse_layout(layout),
+        layout=kind,
+        book=PageBook(kind, sizes["max_seqs"], 4, page_size),
         page_size=page_size,
         ahead=1 + lag,
         early_exits=False,
     )
-    return Scheduler(Policy(**{"max_seqs": 3, "max_tick_tokens": 8, "prefill_chunk": 5} | policy), supply)
+    return Scheduler(Policy(**sizes), supply)
 
 
 @dataclass

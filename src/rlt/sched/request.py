@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from rlt.kv.layout import Layout
 from rlt.kv.prefix import Block, Chain
 from rlt_protocols.params import ResolvedParams
 
@@ -56,7 +55,6 @@ class Request:
     id: str
     prompt: list[int]
     params: ResolvedParams
-    layout: Layout
     #: order of arrival in the engine
     number: int
     stage: Stage = Stage.WAITING
@@ -64,9 +62,8 @@ class Request:
     #: prompt tokens whose chunk was started (or whose pages came from the prefix cache)
     started: int = 0
     chunks: list[Chunk] = field(default_factory=list)
-    #: output tokens known; and how many tokens after the first exited at each depth (index = loops)
+    #: output tokens known
     generated: int = 0
-    exits: list[int] = field(default_factory=list)
     #: lists[l] are the pages of page list l in order
     lists: list[list[int]] = field(default_factory=list)
     #: keys under which the prompt's full blocks are found in the prefix cache, if there is one
@@ -82,13 +79,12 @@ class Request:
     #: requests that arrived later and were admitted before this one
     passed: int = 0
     urgent: bool = False
-    #: tick at which its pages must be looked at again
-    due: int = 0
     #: the runner's copy of the state of a suspended request
     snapshot: object | None = None
     suspended_at: int = 0
-    #: pages per list that it had
+    #: pages, and positions used while decoding, that each list had
     sizes: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
     resumes_in: Stage = Stage.DECODE
 
     @property
@@ -113,20 +109,3 @@ class Request:
             for place, page in enumerate(pages)
             if index >= self.loops or place not in self.blocks
         ]
-
-    def most(self, page_list: int) -> int:
-        """Positions that a page list may hold at most while decoding. The last output token is never written."""
-        tokens = self.params.max_tokens
-        return len(self.prompt) + tokens - 1 if page_list < self.loops else tokens
-
-    def needs(self, page_list: int, ahead: int) -> int:
-        """Positions of a page list that `ahead` more ticks may have written, in a decoding request."""
-        known = len(self.prompt)
-        if not self.layout.exit_sorted:
-            known += max(self.generated - 1, 0)
-        elif page_list < self.loops:
-            # Tokens that went deeper than this plane; in the last plane, those that ended there.
-            known += sum(self.exits[min(page_list + 2, self.loops) :])
-        else:
-            known = self.exits[page_list - self.loops + 1]
-        return min(known + ahead, self.most(page_list))

@@ -68,10 +68,10 @@ class Scheduler:
         # Rows of the hidden-state buffer after the slots' own rows: prompt tokens live there between ticks.
         self._rows = list(range(policy.max_seqs + policy.max_tick_tokens - 1, policy.max_seqs - 1, -1))
         self._chunk = 1 if supply.layout.serial_prompt else min(policy.prefill_chunk, policy.max_tick_tokens)
-        self._decoding: dict[Request, None] = {}
+        #: requests past their prompts, by slot
+        self._decoding: dict[int, Request] = {}
+        self._prefilling: dict[Request, None] = {}
         self._decode_rows: DecodeRows | None = NO_ROWS
-        #: decoding requests by the tick at which their pages must be looked at
-        self._due: dict[int, list[Request]] = {}
         #: decoding requests that have no row in the tick being planned
         self._stalled: set[Request] = set()
         #: prompts that got no pages for their next chunk
@@ -90,7 +90,7 @@ class Scheduler:
         """Queue a request. `prompt` and `params` were checked against the model's limits (`params.resolve`)."""
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use")
-        request = Request(request_id, prompt, params, self.supply.layout, self._arrivals)
+        request = Request(request_id, prompt, params, self._arrivals)
         most = self.supply.most_pages(request)
         if most > self.supply.pool.total:
             raise ParamError(
@@ -126,9 +126,11 @@ class Scheduler:
         for chunk in request.chunks:
             self._rows.extend(chunk.rows)
         self.supply.drop(request)
-        if request in self._decoding:
-            del self._decoding[request]
+        self._prefilling.pop(request, None)
+        if self._decoding.get(request.slot) is request:
+            del self._decoding[request.slot]
             self._decode_rows = None
+            request.used = self.supply.book.close(request.slot)
 
     def _promise(self, request: Request) -> int:
         """Pages that a running request may still need: its prompt's, or without preemption all there can be."""
@@ -148,7 +150,7 @@ class Scheduler:
         self._end_chunks(plan)
         self._supply_running(plan)
         self._admit(plan)
-        prompts_first = not self.policy.mixed and any(r.stage is Stage.PREFILL for r in self.running)
+        prompts_first = not self.policy.mixed and bool(self._prefilling)
         if not prompts_first:
             plan.decode = self._rows_of_decoding()
         self._plan_prompts(plan)
@@ -174,28 +176,27 @@ class Scheduler:
                 request.move(Stage.DECODE)
                 plan.grants.extend(self.supply.begin_decode(request))
                 self._promised += self._promise(request) - promised
-                self._decoding[request] = None
+                del self._prefilling[request]
+                self._decoding[request.slot] = request
                 self._decode_rows = None
-                self._look_at(request, plan.number)
         self._finishing.clear()
-
-    def _look_at(self, request: Request, tick: int) -> None:
-        request.due = tick
-        self._due.setdefault(tick, []).append(request)
 
     def _supply_running(self, plan: TickPlan) -> None:
         """Give running requests the pages of the next tick; decoding ones that get none now are stalled."""
-        # Those that got none last time are due again, also when nothing could run then and the tick is still the same.
-        due = [r for r in self._due.pop(plan.number, ()) if r.due == plan.number and r.stage is Stage.DECODE]
-        due.extend(self._stalled.difference(due))
         self._stalled.clear()
+        missing = self.supply.missing()
+        if not self._starved:
+            grants = self.supply.fill(missing, self._decoding)
+            if grants is not None:
+                if not self.policy.preemption:
+                    self._promised -= len(grants)
+                plan.grants.extend(grants)
+                return
         starved, self._starved = self._starved, []
-        for request in sorted({*due, *starved}, key=self.waiting.rank) if starved or len(due) > 1 else due:
-            if request.stage is Stage.DECODE:
-                if self._ensure(request, plan):
-                    self._look_at(request, plan.number + 1 + self.supply.slack(request))
-                elif request.stage is Stage.DECODE:
-                    self._stalled.add(request)
+        lacking = {self._decoding[entry.slot]: None for entry in missing} | dict.fromkeys(starved)
+        for request in sorted(lacking, key=self.waiting.rank):
+            if request.stage is Stage.DECODE and not self._ensure(request, plan):
+                self._stalled.add(request)
             elif request.stage is Stage.PREFILL:
                 self._ensure(request, plan)
 
@@ -205,15 +206,17 @@ class Scheduler:
         decoding = request.stage is Stage.DECODE
         while True:
             promised = self._promise(request)
-            grants = self.supply.grow_decode(request) if decoding else self.supply.grow_prompt(request, positions)
+            missing = self.supply.missing_of(request) if decoding else []
+            if decoding:
+                grants = self.supply.fill(missing, self._decoding)
+            else:
+                grants = self.supply.grow_prompt(request, positions)
             if grants is not None:
                 plan.grants.extend(grants)
                 self._promised += self._promise(request) - promised
                 return True
-            missing = (
-                self.supply.decode_missing(request) if decoding else self.supply.prompt_missing(request, positions)
-            )
-            if self.supply.available >= missing:
+            count = sum(m.pages for m in missing) if decoding else self.supply.prompt_missing(request, positions)
+            if self.supply.available >= count:
                 return False
             assert self.policy.preemption, "pages that were promised are not there"
             victim = max(self.running, key=self.waiting.rank)
@@ -265,6 +268,7 @@ class Scheduler:
         request.slot = self._slots.pop()
         request.move(Stage.PREFILL)
         self.running.append(request)
+        self._prefilling[request] = None
         self._promised += self._promise(request)
         self.hit_tokens += request.cached_tokens
         plan.admitted.append(request)
@@ -302,9 +306,12 @@ class Scheduler:
         self._promised += self._promise(request)
         if request.stage is Stage.DECODE:
             # It runs from the next tick on, once its pages were looked at.
-            self._decoding[request] = None
+            self.supply.open_book(request)
+            self._decoding[request.slot] = request
             self._decode_rows = None
             self._stalled.add(request)
+        else:
+            self._prefilling[request] = None
         return True
 
     def _make_room(self, request: Request, plan: TickPlan) -> bool:
@@ -330,18 +337,17 @@ class Scheduler:
 
     def _rows_of_decoding(self) -> DecodeRows:
         if self._stalled:
-            requests = tuple(request for request in self._decoding if request not in self._stalled)
-            return DecodeRows(requests, [request.slot for request in requests])
+            running = {slot: request for slot, request in self._decoding.items() if request not in self._stalled}
+            return DecodeRows(tuple(running.values()), list(running))
         if self._decode_rows is None:
-            self._decode_rows = DecodeRows(tuple(self._decoding), [request.slot for request in self._decoding])
+            self._decode_rows = DecodeRows(tuple(self._decoding.values()), list(self._decoding))
         return self._decode_rows
 
     def _plan_prompts(self, plan: TickPlan) -> None:
-        prefilling = [request for request in self.running if request.stage is Stage.PREFILL]
-        for request in prefilling:
+        for request in self._prefilling:
             for chunk in request.chunks:
                 self._plan_chunk(request, chunk, plan)
-        for request in sorted(prefilling, key=self.waiting.rank):
+        for request in sorted(self._prefilling, key=self.waiting.rank):
             if request.started < len(request.prompt) and (self.policy.wavefront or not request.chunks):
                 self._start_chunk(request, plan)
         assert plan.rows <= self.policy.max_tick_tokens
@@ -385,16 +391,25 @@ class Scheduler:
         self.supply.pool.ended(plan.number)
         decoded, first = plan.decode.requests, len(plan.decode.requests)
         sampling = plan.sampling
-        outputs: list[Tokens] = []
+        produced: list[tuple[Request, RowResult]] = []
+        slots, depths = [], []
         for result in results:
-            request = decoded[result.place] if result.place < first else sampling[result.place - first]
+            if result.place >= first:
+                request = sampling[result.place - first]
+            else:
+                request = decoded[result.place]
+                if request.stage is Stage.DECODE:
+                    slots.append(request.slot)
+                    depths.append(result.depth)
+                elif request.stage is Stage.SUSPENDED:
+                    self.supply.advance_suspended(request, result.depth)
             if request.stage is not Stage.FINISHED:
-                outputs.append(self._apply_token(request, result))
-        return outputs
+                produced.append((request, result))
+        if slots:
+            self.supply.book.advance(slots, depths)
+        return [self._apply_token(request, result) for request, result in produced]
 
     def _apply_token(self, request: Request, result: RowResult) -> Tokens:
-        if request.generated:
-            request.exits[result.depth] += 1
         request.generated += 1
         cached = request.cached_tokens
         if result.end == END_NONE:
@@ -424,5 +439,7 @@ class Scheduler:
         slots = [request.slot for request in self.running]
         assert len(set(slots)) == len(slots) == self.policy.max_seqs - len(self._slots)
         assert set(self.requests.values()) == {*self.waiting, *self.running}
-        assert list(self._decoding) == [r for r in self._decoding if r.stage is Stage.DECODE]
-        assert {r for r in self.running if r.stage is Stage.DECODE} == set(self._decoding)
+        stages = {Stage.DECODE: set(self._decoding.values()), Stage.PREFILL: set(self._prefilling)}
+        for stage, known in stages.items():
+            assert {request for request in self.running if request.stage is stage} == known
+        assert all(request.slot == slot for slot, request in self._decoding.items())

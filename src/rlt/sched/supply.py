@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from rlt.kv.book import Missing, PageBook
 from rlt.kv.layout import Layout
 from rlt.kv.pages import PagePool
 from rlt.kv.prefix import Block, PrefixCache
@@ -24,6 +25,7 @@ class PageSupply:
         pool: PagePool,
         prefix: PrefixCache | None,
         layout: Layout,
+        book: PageBook,
         page_size: int,
         ahead: int,
         early_exits: bool,
@@ -31,6 +33,7 @@ class PageSupply:
         self.pool = pool
         self.prefix = prefix
         self.layout = layout
+        self.book = book
         self.page_size = page_size
         self._ahead = ahead
         self._early_exits = early_exits
@@ -88,74 +91,88 @@ class PageSupply:
 
     def grow_prompt(self, request: Request, positions: int) -> list[PageGrant] | None:
         """Supply the first `positions` prompt tokens; None when pages are missing."""
-        need = self.pages_for(positions)
-        return self._grow(request, [(index, need) for index in range(len(request.lists))])
+        have = len(request.lists[0])
+        places = range(have, max(have, self.pages_for(positions)))
+        pages = self.take(len(places) * len(request.lists))
+        if pages is None:
+            return None
+        grants, given = [], iter(pages)
+        for index, pages_of_list in enumerate(request.lists):
+            for place in places:
+                page = next(given)
+                grants.append(PageGrant(request.slot, index, place, page))
+                pages_of_list.append(page)
+        return grants
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
     def begin_decode(self, request: Request) -> list[PageGrant]:
         """Turn the prompt's planes into those that decode tokens use; returns what changed in the page table."""
-        loops = request.loops
+        loops, grants = request.loops, []
+        kept = self.layout.kept_planes(loops)
         if self.layout.exit_sorted:
             request.lists.extend([] for _ in range(loops - 1))
-            request.exits = [0] * (loops + 1)
-            return []
-        request.exits = [0] * (loops + 1)
-        kept = self.layout.kept_planes(loops)
-        if len(kept) == len(request.lists):
-            return []
-        for index, pages in enumerate(request.lists):
-            if index not in kept:
-                self.pool.release(page for place, page in enumerate(pages) if place not in request.blocks)
-        request.lists = [request.lists[plane] for plane in kept]
-        for block in request.blocks.values():
-            assert self.prefix is not None
-            self.prefix.keep_planes(block, kept)
-        request.tail = True
-        return self.table(request)
+        elif len(kept) < len(request.lists):
+            for index, pages in enumerate(request.lists):
+                if index not in kept:
+                    self.pool.release(page for place, page in enumerate(pages) if place not in request.blocks)
+            request.lists = [request.lists[plane] for plane in kept]
+            for block in request.blocks.values():
+                assert self.prefix is not None
+                self.prefix.keep_planes(block, kept)
+            request.tail = True
+            grants = self.table(request)
+        planes = self.layout.decode_planes(loops)
+        request.used = [len(request.prompt)] * planes + [0] * (len(request.lists) - planes)
+        self.open_book(request)
+        return grants
 
-    def decode_missing(self, request: Request) -> int:
-        return sum(max(0, need - len(request.lists[index])) for index, need in self._decode_needs(request))
+    def open_book(self, request: Request) -> None:
+        """Keep book of the page lists of a request that decodes from now on."""
+        params, planes = request.params, self.layout.decode_planes(request.loops)
+        # The last output token is never written.
+        most = [len(request.prompt) + params.max_tokens - 1] * planes
+        for depth in range(1, request.loops if self.layout.exit_sorted else 1):
+            # Exited lists only fill where the rule may stop.
+            reachable = depth >= params.min_loops and (self._early_exits or params.exit_threshold < 1.0)
+            most.append(params.max_tokens if reachable else 0)
+        self.book.open(
+            request.slot, used=request.used, most=most, pages=list(map(len, request.lists)), loops=request.loops
+        )
 
-    def grow_decode(self, request: Request) -> list[PageGrant] | None:
-        """Supply what the next tick may write; None when pages are missing."""
-        return self._grow(request, self._decode_needs(request))
+    def advance_suspended(self, request: Request, depth: int) -> None:
+        """A late result: a token of a suspended request exited after `depth` loops, before its state was copied."""
+        if not self.layout.exit_sorted:
+            request.used = [used + 1 for used in request.used]
+            return
+        for plane in range(depth - 1):
+            request.used[plane] += 1
+        last = depth - 1
+        request.used[request.loops + last if depth < request.loops else last] += 1
 
-    def slack(self, request: Request) -> int:
-        """Further ticks for which the pages of a decoding request are sure to suffice."""
-        slack = request.params.max_tokens * request.loops
-        for index, pages in enumerate(request.lists):
-            capacity = len(pages) * self.page_size
-            if capacity < request.most(index) and self._reachable(request, index):
-                slack = min(slack, capacity - request.needs(index, self._ahead))
-        return slack
+    def missing(self) -> list[Missing]:
+        """Pages that decoding requests lack for the next tick, whatever the ticks under way turn out to do."""
+        return self.book.missing(self._ahead)
 
-    def _decode_needs(self, request: Request) -> list[tuple[int, int]]:
-        return [
-            (index, self.pages_for(request.needs(index, self._ahead)))
-            for index in range(len(request.lists))
-            if self._reachable(request, index)
-        ]
+    def missing_of(self, request: Request) -> list[Missing]:
+        return self.book.missing_in(request.slot, self._ahead)
 
-    def _reachable(self, request: Request, page_list: int) -> bool:
-        """Whether output tokens can get into the list: exited lists only fill where the rule may stop."""
-        if page_list < request.loops:
-            return True
-        depth = page_list - request.loops + 1
-        return depth >= request.params.min_loops and (self._early_exits or request.params.exit_threshold < 1.0)
-
-    # -- both ----------------------------------------------------------------------------------------------------
-
-    def _grow(self, request: Request, needs: Iterable[tuple[int, int]]) -> list[PageGrant] | None:
-        places = [(index, place) for index, need in needs for place in range(len(request.lists[index]), need)]
-        pages = self.take(len(places))
+    def fill(self, missing: list[Missing], by_slot: Mapping[int, Request]) -> list[PageGrant] | None:
+        """Supply all that is missing, or nothing and return None."""
+        pages = self.take(sum(entry.pages for entry in missing))
         if pages is None:
             return None
-        grants = []
-        for (index, place), page in zip(places, pages, strict=True):
-            request.lists[index].append(page)
-            grants.append(PageGrant(request.slot, index, place, page))
+        grants, given = [], iter(pages)
+        for slot, page_list, count in missing:
+            pages_of_list = by_slot[slot].lists[page_list]
+            for _ in range(count):
+                page = next(given)
+                grants.append(PageGrant(slot, page_list, len(pages_of_list), page))
+                pages_of_list.append(page)
+            self.book.supply(slot, page_list, count)
         return grants
+
+    # -- both ----------------------------------------------------------------------------------------------------
 
     def table(self, request: Request) -> list[PageGrant]:
         """The request's whole page table."""
