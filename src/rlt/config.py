@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from rlt.errors import ConfigError
+from rlt.support import refusals
 
 LAYOUTS = r"last_exited|last_exited_copy|shared|last_step|cyclic:[1-9]\d*"
 
@@ -270,11 +271,7 @@ def _check_together(config: Config, problems: list[str]) -> None:
         problems.append(
             f"exit.min_loops ({config.exit.min_loops}) is greater than exit.max_loops ({config.exit.max_loops})"
         )
-    if config.engine.wavefront and config.kv.layout == "shared":
-        problems.append(
-            "engine.wavefront needs a kv.layout with a plane per loop for the prompt; with shared, a prompt token "
-            "finishes all its loops before the next one starts"
-        )
+    problems.extend(refusals(config))
     if (config.exit.rule == "trace") != (config.exit.trace_file is not None):
         problems.append('exit.trace_file and exit.rule = "trace" go together: set both or neither')
     device = config.engine.device

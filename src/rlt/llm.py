@@ -80,14 +80,14 @@ class LLM:
             if value is not None:
                 tree.setdefault(section, {})[key] = value
         self._config = load_config(overrides=tree)
-        self._engine = Engine(self._config)
+        self.engine = Engine(self._config)
         self._tokenizer = load_tokenizer(resolve_model(self._config.model.path, self._config.model.revision))
         self._count = 0
 
     @property
     def info(self) -> ModelInfo:
         """Name, limits and defaults of the model."""
-        return self._engine.info
+        return self.engine.info
 
     def settings(self) -> dict[str, Any]:
         """The whole configuration as a nested dict."""
@@ -123,7 +123,7 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: ticks, rows by kind, mean loops per token, pages by state."""
-        stats = self._engine.stats()
+        stats = self.engine.stats()
         return {
             "ticks": stats.ticks,
             "rows": stats.tick_rows,
@@ -133,7 +133,7 @@ class LLM:
 
     def close(self) -> None:
         """Give the model's memory back; the object cannot be used any more."""
-        del self._engine
+        del self.engine
 
     def __enter__(self) -> LLM:
         return self
@@ -162,17 +162,17 @@ class LLM:
             for index, (ids, settings) in enumerate(zip(prompts, resolved, strict=True)):
                 name = f"offline-{self._count}"
                 self._count += 1
-                self._engine.add(name, ids, settings)
+                self.engine.add(name, ids, settings)
                 opened = open_text(name, _ROUTE, settings, ids[-PROMPT_TAIL_TOKENS:])
                 running[name] = index, AnswerText(self._tokenizer, opened)
             while running:
-                for tokens in self._engine.step():
+                for tokens in self.engine.step():
                     # A request that a stop string ended may still get a token from the tick that was under way.
                     if tokens.request_id in running:
                         yield self._apply(tokens, running)
         finally:
             for name in running:
-                self._engine.abort(name)
+                self.engine.abort(name)
 
     def _apply(self, tokens: Tokens, running: dict[str, tuple[int, AnswerText]]) -> Delta:
         if tokens.error is not None:
@@ -182,7 +182,7 @@ class LLM:
         delta = answer.take(tokens)
         if delta.finish_reason is not None:
             del running[tokens.request_id]
-            self._engine.abort(tokens.request_id)
+            self.engine.abort(tokens.request_id)
         return Delta(index, delta.text, delta.token_ids, delta.depths, delta.finish_reason, delta.stop_reason)
 
 

@@ -80,6 +80,65 @@ def throughput(
 
 
 @app.command()
+def mixed(
+    *,
+    model: Model = None,
+    requests: Annotated[int, typer.Option(min=1, help="Short requests that decode from the start.")] = 16,
+    prompt_tokens: PromptTokens = 32,
+    max_tokens: MaxTokens = 256,
+    long_prompts: Annotated[int, typer.Option(min=1, help="Long prompts that arrive meanwhile.")] = 8,
+    long_tokens: Annotated[int, typer.Option(min=1, help="Token ids of each long prompt.")] = 1024,
+    every_ms: Annotated[float, typer.Option(min=0, help="Time between two of them.")] = 500.0,
+    loops: Loops = None,
+    versus: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SECTION.KEY=VALUE", help="Run the same load with these settings too, in turn."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    seed: Seed = 0,
+    device: Device = None,
+    dtype: Dtype = None,
+    config: ConfigFile = None,
+    assignments: Assignments = None,
+    as_json: Json = False,
+) -> None:
+    """Throughput and inter-token times while long prompts arrive; --versus compares two settings in one run."""
+    from rlt.bench.mixed import MixedLoad, compare
+    from rlt.bench.offline import fixed_length
+    from rlt.bench.workload import random_prompts
+
+    llm = open_llm(model, device, dtype, config, assignments)
+    other = open_llm(model, device, dtype, config, [*(assignments or ()), *versus]) if versus else None
+    load = MixedLoad(
+        short=random_prompts(requests, prompt_tokens, seed),
+        params=fixed_length(max_tokens, loops),
+        long=random_prompts(long_prompts, long_tokens, seed + 1),
+        long_params=fixed_length(1, loops),
+        every_s=every_ms / 1e3,
+    )
+    engines = {"this": llm.engine} | ({" ".join(versus): other.engine} if versus and other is not None else {})
+    result = compare(engines, load, repeats)
+    _report({"shape": llm.info.name} | result | {"config": llm.settings()}, as_json)
+    llm.close()
+    if other is not None:
+        other.close()
+
+
+@app.command()
+def host(
+    *,
+    running: Annotated[str, typer.Option(help="Numbers of running requests, separated by commas.")] = "1,64,256,1024",
+    layout: Annotated[str, typer.Option(help="kv.layout.")] = "last_exited",
+    as_json: Json = False,
+) -> None:
+    """What a tick costs the host: planning, page bookkeeping and results, in microseconds, without a device."""
+    from rlt.bench.host import measure
+
+    counts = [int(word) for word in running.split(",")]
+    _report({"layout": layout, "by_running": {str(n): measure(n, layout=layout) for n in counts}}, as_json, local=False)
+
+
+@app.command()
 def serve(
     *,
     base_url: Annotated[str, typer.Option(help="Server, without /v1.")] = "http://127.0.0.1:8000",
