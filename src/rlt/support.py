@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlt.errors import ConfigError
+
 if TYPE_CHECKING:
     from rlt.config import Config
 
@@ -48,7 +50,7 @@ def refusals(config: Config) -> list[str]:
 
 def reason(layout: str, feature: Feature) -> str | None:
     """Why `feature` does not go with `layout`, or None if it does."""
-    from rlt.config import ConfigError, load_config
+    from rlt.config import load_config
 
     tree = {section: dict(values) for section, values in feature.settings.items()}
     tree.setdefault("kv", {})["layout"] = layout
