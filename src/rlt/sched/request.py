@@ -79,6 +79,8 @@ class Request:
     #: requests that arrived later and were admitted before this one
     passed: int = 0
     urgent: bool = False
+    #: tick in which it last got a slot
+    placed_at: int = 0
     #: the runner's copy of the state of a suspended request
     snapshot: object | None = None
     suspended_at: int = 0

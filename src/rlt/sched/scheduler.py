@@ -266,6 +266,7 @@ class Scheduler:
             self.supply.forget_cached(request)
             return False
         request.slot = self._slots.pop()
+        request.placed_at = plan.number
         request.move(Stage.PREFILL)
         self.running.append(request)
         self._prefilling[request] = None
@@ -297,6 +298,7 @@ class Scheduler:
         for chunk in request.chunks:
             chunk.rows = [self._rows.pop() for _ in chunk.rows]
         request.slot = self._slots.pop()
+        request.placed_at = plan.number
         request.move(request.resumes_in)
         self.running.append(request)
         plan.resumptions.append(
@@ -319,7 +321,9 @@ class Scheduler:
         if not (self.policy.priority and self.policy.preemption) or request.suspended_at == plan.number:
             return False
         while True:
-            victim = max(self.running, key=self.waiting.rank, default=None)
+            # Who got a place in this very tick has nothing yet that could be copied out.
+            settled = (running for running in self.running if running.placed_at != plan.number)
+            victim = max(settled, key=self.waiting.rank, default=None)
             if victim is None or victim.urgent or victim.params.priority <= request.params.priority:
                 return False
             # Pages that rest will be there without another victim.

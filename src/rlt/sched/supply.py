@@ -137,7 +137,7 @@ class PageSupply:
             reachable = depth >= params.min_loops and (self._early_exits or params.exit_threshold < 1.0)
             most.append(params.max_tokens if reachable else 0)
         self.book.open(
-            request.slot, used=request.used, most=most, pages=list(map(len, request.lists)), loops=request.loops
+            request.slot, used=request.used[: len(most)], most=most, pages=list(map(len, request.lists)), loops=request.loops
         )
 
     def advance_suspended(self, request: Request, depth: int) -> None:
