@@ -150,6 +150,10 @@ class Engine:
             self._token_loops += sum(output.depths)
         return outputs
 
+    def check_integrity(self) -> None:
+        """Assert that every page, row and slot is where it should be; worth its milliseconds when there is no work."""
+        self.scheduler.check_integrity()
+
     def stats(self, engine: int = 0) -> EngineStats:
         """Gauges and counters since the start; `tick_seconds` since the last call."""
         pool, prefix = self.scheduler.supply.pool, self.scheduler.supply.prefix

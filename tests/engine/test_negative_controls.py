@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support import Golden, resolved, run_to_end
 
 from rlt.kv.prefix import PrefixCache
 from rlt.sched.plan import DecodeRows
 from rlt.sched.scheduler import Scheduler
+from support import Golden, resolved, run_to_end
 
 Q = "0.7"
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from support import resolved, run_to_end
 
 from rlt.config import ConfigError, load_config
 from rlt.support import FEATURES, LAYOUTS, matrix, reason
+from support import resolved, run_to_end
 
 README = Path(__file__).parents[2] / "README.md"
 PAIRS = [(layout, feature) for layout in LAYOUTS for feature in FEATURES]

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 #: Shortest time between two reports of figures to the frontend.
 REPORT_INTERVAL_S = 0.2
+#: Shortest time between two checks of an idle engine's accounts.
+CHECK_INTERVAL_S = 10.0
 
 
 class EngineLike(Protocol):
@@ -36,6 +38,7 @@ class EngineLike(Protocol):
     def abort(self, request_id: str) -> bool: ...
     def step(self) -> list[Tokens]: ...
     def stats(self) -> EngineStats: ...
+    def check_integrity(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ class EngineCore:
         self._tick_seconds: tuple[float, ...] = ()
         self._changed = False
         self._next_report_s = 0.0
+        self._next_check_s = 0.0
         self._stopped = False
 
     def run(self) -> None:
@@ -112,7 +116,15 @@ class EngineCore:
                     self._take(tokens)
                 self._changed = True
             self._flush()
+            self._check_when_idle()
             self._report()
+
+    def _check_when_idle(self) -> None:
+        """Check the engine's accounts, seldom. A broken one ends this process: a new one is better than wrong answers."""
+        now_s = time.monotonic()
+        if not self._engine.has_work and now_s >= self._next_check_s:
+            self._engine.check_integrity()
+            self._next_check_s = now_s + CHECK_INTERVAL_S
 
     def _apply_commands(self) -> None:
         """Apply everything that has arrived; wait for the first command when there is nothing else to do."""

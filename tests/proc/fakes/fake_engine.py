@@ -31,6 +31,7 @@ class FakeEngine:
         self.prompts: dict[str, list[int]] = {}
         self.aborted: list[str] = []
         self.ticks = 0
+        self.checks = 0
         self.stepping = threading.Event()
         self._gate = gate
         self._tokens = 0
@@ -66,6 +67,10 @@ class FakeEngine:
             else:
                 self.requests[request_id] = (done + 1, limit)
         return outputs
+
+    def check_integrity(self) -> None:
+        self.checks += 1
+        assert not self.requests, "checked while there is work"
 
     def stats(self) -> EngineStats:
         seconds, self._tick_seconds = tuple(self._tick_seconds), []
