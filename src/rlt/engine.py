@@ -161,7 +161,7 @@ class Engine:
         ticks, self._tick_seconds = tuple(self._tick_seconds), []
         return EngineStats(
             engine=engine,
-            running=len(self.scheduler.running),
+            running=len(self.scheduler.places.running),
             waiting=len(self.scheduler.waiting),
             kv_pages={"free": pool.free, "used": pool.used - cached, "cached": cached},
             ticks=self._ticks,

@@ -89,7 +89,7 @@ def test_a_result_credited_to_the_slots_new_owner_is_seen(ouro_golden, make_engi
     apply = Scheduler.apply
 
     def by_slot(self, plan, results):
-        owners = {request.slot: request for request in self.running}
+        owners = {request.slot: request for request in self.places.running}
         decode = plan.decode
         plan.decode = DecodeRows(
             tuple(owners.get(slot, request) for slot, request in zip(decode.slots, decode.requests, strict=True)),

@@ -120,7 +120,7 @@ class EngineCore:
             self._report()
 
     def _check_when_idle(self) -> None:
-        """Check the engine's accounts, seldom. A broken one ends this process: a new one is better than wrong answers."""
+        """Check the engine's accounts, seldom. A broken one ends this process, which is better than wrong answers."""
         now_s = time.monotonic()
         if not self._engine.has_work and now_s >= self._next_check_s:
             self._engine.check_integrity()

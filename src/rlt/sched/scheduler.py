@@ -3,10 +3,6 @@
 Every tick runs all decode rows, each at its own loop, and fills the rest of the row budget with prompt chunks, each
 at its own loop. Requests enter, leave, are suspended and come back at any tick. Planning may run ahead of the results
 by `max_lag` ticks: everything here holds for whatever the ticks under way turn out to do.
-
-Rows always fit. A chunk keeps its rows from its first loop to its last, and a prompt that turns to decoding gives up
-at least the one row that it then takes; so decode rows and chunks under way never exceed the budget, and only new
-chunks and resumed requests have to be measured against it.
 """
 
 from __future__ import annotations
@@ -14,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlt.sched.places import Places
 from rlt.sched.plan import (
     END_LENGTH,
     END_NONE,
     END_NOT_FINITE,
     END_STOP,
-    NO_ROWS,
-    DecodeRows,
     PromptSegment,
     Resumption,
     RowResult,
@@ -60,18 +55,11 @@ class Scheduler:
         self.policy = policy
         self.supply = supply
         self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []
+        self.places = Places(policy.max_seqs, policy.max_tick_tokens)
         self.waiting = WaitingLine(priority=policy.priority, max_bypass=policy.max_bypass)
         self.preemptions = 0
         self.hit_tokens = 0
-        self._slots = list(range(policy.max_seqs - 1, -1, -1))
-        # Rows of the hidden-state buffer after the slots' own rows: prompt tokens live there between ticks.
-        self._rows = list(range(policy.max_seqs + policy.max_tick_tokens - 1, policy.max_seqs - 1, -1))
         self._chunk = 1 if supply.layout.serial_prompt else min(policy.prefill_chunk, policy.max_tick_tokens)
-        #: requests past their prompts, by slot
-        self._decoding: dict[int, Request] = {}
-        self._prefilling: dict[Request, None] = {}
-        self._decode_rows: DecodeRows | None = NO_ROWS
         #: decoding requests that have no row in the tick being planned
         self._stalled: set[Request] = set()
         #: prompts that got no pages for their next chunk
@@ -80,6 +68,8 @@ class Scheduler:
         self._finishing: list[tuple[Request, Chunk]] = []
         #: pages that running requests may still need and that admission must not give away
         self._promised = 0
+        #: head and length of the line, and pages that could be promised, when nobody in it fitted
+        self._blocked: tuple[Request, int, int] | None = None
         self._number = 0
         self._arrivals = 0
         self._applied = 0
@@ -120,17 +110,11 @@ class Scheduler:
 
     def _vacate(self, request: Request) -> None:
         """Take a running request's place and pages."""
-        self.running.remove(request)
-        self._slots.append(request.slot)
         self._promised -= self._promise(request)
-        for chunk in request.chunks:
-            self._rows.extend(chunk.rows)
-        self.supply.drop(request)
-        self._prefilling.pop(request, None)
-        if self._decoding.get(request.slot) is request:
-            del self._decoding[request.slot]
-            self._decode_rows = None
+        if request.stage is Stage.DECODE:
             request.used = self.supply.book.close(request.slot)
+        self.supply.drop(request)
+        self.places.leave(request)
 
     def _promise(self, request: Request) -> int:
         """Pages that a running request may still need: its prompt's, or without preemption all there can be."""
@@ -150,12 +134,12 @@ class Scheduler:
         self._end_chunks(plan)
         self._supply_running(plan)
         self._admit(plan)
-        prompts_first = not self.policy.mixed and bool(self._prefilling)
+        prompts_first = not self.policy.mixed and bool(self.places.prefilling)
         if not prompts_first:
-            plan.decode = self._rows_of_decoding()
+            plan.decode = self.places.decode_rows(self._stalled)
         self._plan_prompts(plan)
         if prompts_first and not plan.prompts:
-            plan.decode = self._rows_of_decoding()
+            plan.decode = self.places.decode_rows(self._stalled)
         if self.supply.prefix is not None and self.supply.pool.free < self.policy.reserve:
             self.supply.prefix.evict(self.policy.reserve - self.supply.pool.free - self.supply.pool.resting)
         if plan:
@@ -168,17 +152,13 @@ class Scheduler:
         for request, chunk in self._finishing:
             if chunk not in request.chunks or request.stage is not Stage.PREFILL:
                 continue
-            request.chunks.remove(chunk)
-            self._rows.extend(chunk.rows)
+            self.places.end_chunk(request, chunk)
             self.supply.offer_blocks(request, chunk.end)
             if chunk.end == len(request.prompt):
                 promised = self._promise(request)
-                request.move(Stage.DECODE)
+                self.places.begin_decode(request)
                 plan.grants.extend(self.supply.begin_decode(request))
                 self._promised += self._promise(request) - promised
-                del self._prefilling[request]
-                self._decoding[request.slot] = request
-                self._decode_rows = None
         self._finishing.clear()
 
     def _supply_running(self, plan: TickPlan) -> None:
@@ -186,14 +166,14 @@ class Scheduler:
         self._stalled.clear()
         missing = self.supply.missing()
         if not self._starved:
-            grants = self.supply.fill(missing, self._decoding)
+            grants = self.supply.fill(missing, self.places.decoding)
             if grants is not None:
                 if not self.policy.preemption:
                     self._promised -= len(grants)
                 plan.grants.extend(grants)
                 return
         starved, self._starved = self._starved, []
-        lacking = {self._decoding[entry.slot]: None for entry in missing} | dict.fromkeys(starved)
+        lacking = {self.places.decoding[entry.slot]: None for entry in missing} | dict.fromkeys(starved)
         for request in sorted(lacking, key=self.waiting.rank):
             if request.stage is Stage.DECODE and not self._ensure(request, plan):
                 self._stalled.add(request)
@@ -208,7 +188,7 @@ class Scheduler:
             promised = self._promise(request)
             missing = self.supply.missing_of(request) if decoding else []
             if decoding:
-                grants = self.supply.fill(missing, self._decoding)
+                grants = self.supply.fill(missing, self.places.decoding)
             else:
                 grants = self.supply.grow_prompt(request, positions)
             if grants is not None:
@@ -219,7 +199,7 @@ class Scheduler:
             if self.supply.available >= count:
                 return False
             assert self.policy.preemption, "pages that were promised are not there"
-            victim = max(self.running, key=self.waiting.rank)
+            victim = max(self.places.running, key=self.waiting.rank)
             self._suspend(victim, plan)
             if victim is request:
                 return False
@@ -241,6 +221,14 @@ class Scheduler:
     # -- admission -----------------------------------------------------------------------------------------------
 
     def _admit(self, plan: TickPlan) -> None:
+        """Give places to those first in line, and to a bounded number behind one that does not fit."""
+        if not self.waiting:
+            return
+        # While nothing was given back since the last attempt, a new one would end the same, at the same cost.
+        state = (self.waiting[0], len(self.waiting), self.supply.available - self._promised)
+        if state == self._blocked and not plan.suspensions:
+            return
+        self._blocked = None
         index = 0
         while index < min(len(self.waiting), LOOK_AHEAD + 1):
             request = self.waiting[index]
@@ -248,13 +236,15 @@ class Scheduler:
                 self.waiting.admitted(request)
                 # From the front again: a request that was passed may be urgent now.
                 index = 0
-            elif request.urgent or not self._slots:
-                return
+            elif request.urgent or not self.places.has_slot:
+                break
             else:
                 index += 1
+        if self.waiting and self.places.has_slot and not any(r.stage is Stage.SUSPENDED for r in self.waiting):
+            self._blocked = (self.waiting[0], len(self.waiting), self.supply.available - self._promised)
 
     def _try_admit(self, request: Request, plan: TickPlan) -> bool:
-        if not self._slots:
+        if not self.places.has_slot:
             return False
         if request.stage is Stage.SUSPENDED:
             return self._resume(request, plan)
@@ -265,11 +255,7 @@ class Scheduler:
         if not self._affordable(need):
             self.supply.forget_cached(request)
             return False
-        request.slot = self._slots.pop()
-        request.placed_at = plan.number
-        request.move(Stage.PREFILL)
-        self.running.append(request)
-        self._prefilling[request] = None
+        self.places.enter(request, Stage.PREFILL, plan.number)
         self._promised += self._promise(request)
         self.hit_tokens += request.cached_tokens
         plan.admitted.append(request)
@@ -278,7 +264,7 @@ class Scheduler:
 
     def _affordable(self, pages: int) -> bool:
         """Whether admission may promise `pages` more. An engine without requests needs no reserve."""
-        reserve = self.policy.reserve if self.running else 0
+        reserve = self.policy.reserve if self.places.running else 0
         return self.supply.available - self._promised - reserve >= pages
 
     def _resume(self, request: Request, plan: TickPlan) -> bool:
@@ -287,8 +273,7 @@ class Scheduler:
             return False
         count = sum(request.sizes)
         rows = sum(chunk.count for chunk in request.chunks)
-        room = self.policy.max_tick_tokens - len(self._decoding) - self._chunk_rows
-        if room < max(rows, 1) or not self._affordable(count + len(request.sizes)):
+        if self.places.room < max(rows, 1) or not self._affordable(count + len(request.sizes)):
             return False
         pages = self.supply.take(count)
         if pages is None:
@@ -296,11 +281,8 @@ class Scheduler:
         given = iter(pages)
         request.lists = [[next(given) for _ in range(size)] for size in request.sizes]
         for chunk in request.chunks:
-            chunk.rows = [self._rows.pop() for _ in chunk.rows]
-        request.slot = self._slots.pop()
-        request.placed_at = plan.number
-        request.move(request.resumes_in)
-        self.running.append(request)
+            chunk.rows = self.places.take_rows(chunk.count)
+        self.places.enter(request, request.resumes_in, plan.number)
         plan.resumptions.append(
             Resumption(request, request.slot, pages, [row for chunk in request.chunks for row in chunk.rows])
         )
@@ -309,11 +291,7 @@ class Scheduler:
         if request.stage is Stage.DECODE:
             # It runs from the next tick on, once its pages were looked at.
             self.supply.open_book(request)
-            self._decoding[request.slot] = request
-            self._decode_rows = None
             self._stalled.add(request)
-        else:
-            self._prefilling[request] = None
         return True
 
     def _make_room(self, request: Request, plan: TickPlan) -> bool:
@@ -322,12 +300,12 @@ class Scheduler:
             return False
         while True:
             # Who got a place in this very tick has nothing yet that could be copied out.
-            settled = (running for running in self.running if running.placed_at != plan.number)
+            settled = (running for running in self.places.running if running.placed_at != plan.number)
             victim = max(settled, key=self.waiting.rank, default=None)
             if victim is None or victim.urgent or victim.params.priority <= request.params.priority:
                 return False
             # Pages that rest will be there without another victim.
-            if self._slots and self.supply.pool.resting:
+            if self.places.has_slot and self.supply.pool.resting:
                 return False
             self._suspend(victim, plan)
             if self._try_admit(request, plan):
@@ -335,30 +313,17 @@ class Scheduler:
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _chunk_rows(self) -> int:
-        return self.policy.max_tick_tokens - len(self._rows)
-
-    def _rows_of_decoding(self) -> DecodeRows:
-        if self._stalled:
-            running = {slot: request for slot, request in self._decoding.items() if request not in self._stalled}
-            return DecodeRows(tuple(running.values()), list(running))
-        if self._decode_rows is None:
-            self._decode_rows = DecodeRows(tuple(self._decoding.values()), list(self._decoding))
-        return self._decode_rows
-
     def _plan_prompts(self, plan: TickPlan) -> None:
-        for request in self._prefilling:
+        for request in self.places.prefilling:
             for chunk in request.chunks:
                 self._plan_chunk(request, chunk, plan)
-        for request in sorted(self._prefilling, key=self.waiting.rank):
+        for request in sorted(self.places.prefilling, key=self.waiting.rank):
             if request.started < len(request.prompt) and (self.policy.wavefront or not request.chunks):
                 self._start_chunk(request, plan)
         assert plan.rows <= self.policy.max_tick_tokens
 
     def _start_chunk(self, request: Request, plan: TickPlan) -> None:
-        room = self.policy.max_tick_tokens - len(self._decoding) - self._chunk_rows
-        count = min(self._chunk, len(request.prompt) - request.started, room)
+        count = min(self._chunk, len(request.prompt) - request.started, self.places.room)
         if count <= 0:
             return
         promised = self._promise(request)
@@ -369,7 +334,7 @@ class Scheduler:
             return
         plan.grants.extend(grants)
         self._promised += self._promise(request) - promised
-        chunk = Chunk(request.started, [self._rows.pop() for _ in range(count)])
+        chunk = Chunk(request.started, self.places.take_rows(count))
         request.chunks.append(chunk)
         request.started += count
         self._plan_chunk(request, chunk, plan)
@@ -435,15 +400,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert what must hold between ticks."""
-        self.supply.check_integrity(self.running)
-        assert self._promised == sum(map(self._promise, self.running))
-        rows = [row for request in self.running for chunk in request.chunks for row in chunk.rows]
-        assert len(set(rows)) == len(rows) == self._chunk_rows
-        assert len(self._decoding) + len(rows) <= self.policy.max_tick_tokens
-        slots = [request.slot for request in self.running]
-        assert len(set(slots)) == len(slots) == self.policy.max_seqs - len(self._slots)
-        assert set(self.requests.values()) == {*self.waiting, *self.running}
-        stages = {Stage.DECODE: set(self._decoding.values()), Stage.PREFILL: set(self._prefilling)}
-        for stage, known in stages.items():
-            assert {request for request in self.running if request.stage is stage} == known
-        assert all(request.slot == slot for slot, request in self._decoding.items())
+        self.supply.check_integrity(self.places.running)
+        assert self._promised == sum(map(self._promise, self.places.running))
+        self.places.check_integrity()
+        assert set(self.requests.values()) == {*self.waiting, *self.places.running}

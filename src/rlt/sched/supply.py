@@ -136,9 +136,8 @@ class PageSupply:
             # Exited lists only fill where the rule may stop.
             reachable = depth >= params.min_loops and (self._early_exits or params.exit_threshold < 1.0)
             most.append(params.max_tokens if reachable else 0)
-        self.book.open(
-            request.slot, used=request.used[: len(most)], most=most, pages=list(map(len, request.lists)), loops=request.loops
-        )
+        pages = list(map(len, request.lists))
+        self.book.open(request.slot, used=request.used[: len(most)], most=most, pages=pages, loops=request.loops)
 
     def advance_suspended(self, request: Request, depth: int) -> None:
         """A late result: a token of a suspended request exited after `depth` loops, before its state was copied."""
