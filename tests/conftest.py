@@ -29,9 +29,14 @@ def ouro_golden() -> Golden:
     return Golden("ouro-tiny")
 
 
+@pytest.fixture(scope="session")
+def nanbeige_golden() -> Golden:
+    return Golden("nanbeige-tiny")
+
+
 @pytest.fixture
 def make_engine(ouro_golden: Golden) -> Callable[..., Any]:
-    """Build an engine on the golden Ouro: `make_engine(engine={...}, kv={...})`, fp32 on the CPU."""
+    """Build an engine on the golden Ouro, or `model`: `make_engine(engine={...}, kv={...})`, fp32 on the CPU."""
     from rlt.config import load_config
     from rlt.engine import Engine
 

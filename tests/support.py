@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from rlt_protocols.params import SamplingParams, resolve
@@ -29,6 +30,19 @@ def resolved(engine: Any, prompt: Sequence[int], **params: Any) -> Any:
     """Resolved parameters for `prompt`: greedy, no early ends unless asked for."""
     settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 32, "ignore_eos": True} | params)
     return resolve(settings, engine.info, len(prompt), random_seed=0)
+
+
+def prompt_states(engine: Any, prompt: list[int]) -> tuple[torch.Tensor, list[list[int]]]:
+    """Hidden rows after each loop, [loops, positions, hidden], of a prompt that runs in one chunk; and its pages."""
+    engine.add("r", prompt, resolved(engine, prompt, max_tokens=1))
+    states, pages = [], []
+    while engine.has_work:
+        plan = engine.scheduler.plan()
+        results = engine.runner.submit(plan).read()
+        states.append(engine.runner.hidden[plan.prompts[0].rows].clone())
+        pages = [list(p) for p in engine.scheduler.requests["r"].lists]
+        engine.scheduler.apply(plan, results)
+    return torch.stack(states), pages
 
 
 def run_to_end(engine: Any, limit: int = 20_000) -> dict[str, Any]:

@@ -36,7 +36,9 @@ def plan_memory(config: Config, directory: Path, spec: ModelSpec) -> MemoryPlan:
     from rlt.exec.memory import page_bytes, plan_pages
     from rlt.kv.layout import parse_layout
     from rlt.models.registry import check_model
+    from rlt.support import check_model_settings
 
+    check_model_settings(config, spec)
     device = choose_device(config.engine.device)
     dtype = choose_dtype(config.model.dtype, device)
     weights = check_model(directory, spec, dtype)

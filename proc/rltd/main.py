@@ -63,8 +63,8 @@ def check(
     debug: DebugOption = False,
 ) -> None:
     """Read the configuration and the model's files, print what they mean, start nothing."""
+    from rlt.models.checkpoint import read_spec
     from rlt.models.directory import resolve_model
-    from rlt.models.spec import read_spec
     from rltd.check import plan_memory
 
     try:

@@ -45,6 +45,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     max_loops: int | None = None
     exit_threshold: float | None = None
     return_depths: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,7 +98,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "bad_words": (None, []),
     "best_of": (None, 1),
-    "cache_salt": (None, ""),
     "chat_template": (None,),
     "continue_final_message": (None, False),
     "documents": (None, []),
@@ -117,7 +118,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "presence_penalty": (None, 0),
-    "priority": (None, 0),
     "prompt_cache_key": (None,),
     "prompt_embeds": (None,),
     "prompt_logprobs": (None, False),

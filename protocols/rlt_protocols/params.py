@@ -61,12 +61,16 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     min_loops: int
     max_loops: int
     exit_threshold: float
+    #: why every token runs all loops; None: tokens may leave early
+    full_depth: str | None = None
     eos_token_ids: tuple[int, ...]
     #: defaults of the checkpoint's generation config
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    #: whether the engine's scheduling looks at `SamplingParams.priority`
+    priorities: bool = False
     #: tokens (prompt + output) that the KV cache can hold for one request that has it alone
     kv_tokens: int
 
@@ -146,7 +150,11 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
     _within("min_loops", min_loops, 1, max_loops)
     threshold = info.exit_threshold if params.exit_threshold is None else params.exit_threshold
     _within("exit_threshold", threshold, 0, None)
+    if info.full_depth is not None:
+        _all_loops(info.full_depth, info.loops, min_loops, max_loops, threshold)
     _within("priority", params.priority, -(2**31), 2**31 - 1)
+    if params.priority and not info.priorities:
+        raise ParamError("priority", 'needs a server with engine.scheduling = "priority"')
     eos = () if params.ignore_eos else info.eos_token_ids
     own_ends = tuple(dict.fromkeys(token for token in params.stop_token_ids if token not in eos))
     return ResolvedParams(
@@ -175,6 +183,15 @@ def check_token_ids(field: str, ids: tuple[int, ...] | list[int], vocab_size: in
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         index, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise ParamError(field, f"token id {token} at index {index} is outside the vocabulary of {vocab_size}")
+
+
+def _all_loops(why: str, loops: int, min_loops: int, max_loops: int, threshold: float) -> None:
+    """Refuse what would let a token of a model of fixed depth leave before its last loop."""
+    for field, value in (("max_loops", max_loops), ("min_loops", min_loops)):
+        if value < loops:
+            raise ParamError(field, f"must be {loops} with this model, got {value}: {why}")
+    if threshold < 1:
+        raise ParamError("exit_threshold", f"must be at least 1 with this model, got {threshold:g}: {why}")
 
 
 def _within(field: str, value: float, low: float, high: float | None) -> None:

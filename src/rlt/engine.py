@@ -23,13 +23,16 @@ from rlt.kv.book import PageBook
 from rlt.kv.layout import Layout, parse_layout
 from rlt.kv.pages import PagePool
 from rlt.kv.prefix import PrefixCache
+from rlt.models.checkpoint import read_spec
 from rlt.models.directory import resolve_model
+from rlt.models.families import FAMILIES
 from rlt.models.loader import fingerprint
 from rlt.models.registry import load_model
-from rlt.models.spec import ModelSpec, read_spec
+from rlt.models.spec import ModelSpec
 from rlt.sched.plan import TickPlan
 from rlt.sched.scheduler import Policy, Scheduler
 from rlt.sched.supply import PageSupply
+from rlt.support import check_model_settings
 from rlt_protocols.engine import EngineStats
 from rlt_protocols.params import ModelInfo, ResolvedParams, check_token_ids
 from rlt_protocols.text import Tokens
@@ -49,6 +52,7 @@ class Engine:
         torch.set_num_threads(config.engine.cpu_threads or max(1, (os.cpu_count() or 1) - 1))
         directory = resolve_model(config.model.path, config.model.revision)
         spec = read_spec(directory)
+        check_model_settings(config, spec)
         device = choose_device(config.engine.device)
         dtype = choose_dtype(config.model.dtype, device)
         model = load_model(directory, spec, dtype=dtype, device=device, progress=progress)
@@ -193,15 +197,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _model_info(config: Config, spec: ModelSpec, directory: Path, layout: Layout, pages: int) -> ModelInfo:
     """The limits and defaults that requests are checked against, from the configuration and the checkpoint."""
-    max_len, exits = config.model.max_model_len or spec.max_positions, config.exit
-    problems = []
-    if max_len > spec.max_positions:
-        problems.append(f"model.max_model_len {max_len} is more than the model's {spec.max_positions} positions")
-    for key, loops in (("exit.min_loops", exits.min_loops), ("exit.max_loops", exits.max_loops or 1)):
-        if loops > spec.loops:
-            problems.append(f"{key} {loops} is more than the model's {spec.loops} loops")
-    if problems:
-        raise ConfigError(problems)
+    exits, full_depth = config.exit, FAMILIES[spec.family].full_depth
     kv_tokens = layout.most_tokens(pages, spec.loops, config.kv.page_size)
     if kv_tokens < 2:
         raise MemoryPlanError(
@@ -212,15 +208,17 @@ def _model_info(config: Config, spec: ModelSpec, directory: Path, layout: Layout
         name=config.model.served_name or directory.name,
         family=spec.family,
         vocab_size=spec.vocab_size,
-        max_model_len=max_len,
+        max_model_len=config.model.max_model_len or spec.max_positions,
         loops=spec.loops,
-        min_loops=exits.min_loops,
+        min_loops=exits.min_loops if full_depth is None else spec.loops,
         max_loops=exits.max_loops or spec.loops,
+        full_depth=full_depth,
         exit_threshold=spec.exit_threshold if exits.threshold is None else exits.threshold,
         eos_token_ids=spec.eos_token_ids,
         temperature=spec.temperature,
         top_p=spec.top_p,
         top_k=spec.top_k,
         min_p=spec.min_p,
+        priorities=config.engine.scheduling == "priority",
         kv_tokens=kv_tokens,
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlt.errors import ConfigError
+from rlt.kv.layout import parse_layout
+from rlt.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from rlt.config import Config
+    from rlt.models.spec import ModelSpec
 
 
 class Feature(NamedTuple):
@@ -36,6 +39,14 @@ FEATURES = (
     Feature("exit rule `trace`", {"exit": {"rule": "trace", "trace_file": "depths.json"}}),
 )
 
+#: What a family may exclude; every other feature goes with all of them.
+FAMILY_FEATURES = (
+    *(Feature(f"layout `{layout}`", {"kv": {"layout": layout}}) for layout in LAYOUTS),
+    *(feature for feature in FEATURES if "exit" in feature.settings),
+    Feature("early exit by threshold", {"exit": {"threshold": 0.9}}),
+    Feature("fewer loops than trained", {"exit": {"max_loops": 1}}),
+)
+
 
 def refusals(config: Config) -> list[str]:
     """Why this configuration cannot run, one line per combination that is not supported."""
@@ -46,6 +57,37 @@ def refusals(config: Config) -> list[str]:
             "all its loops before the next one starts"
         )
     return problems
+
+
+def check_model_settings(config: Config, spec: ModelSpec) -> None:
+    """Raise `ConfigError` with a line for each setting that a model of this shape and family cannot follow."""
+    problems, exits = [], config.exit
+    if (config.model.max_model_len or 0) > spec.max_positions:
+        problems.append(
+            f"model.max_model_len {config.model.max_model_len} is more than the model's {spec.max_positions} positions"
+        )
+    for key, loops in (("exit.min_loops", exits.min_loops), ("exit.max_loops", exits.max_loops or 1)):
+        if loops > spec.loops:
+            problems.append(f"{key} {loops} is more than the model's {spec.loops} loops")
+    problems += family_refusals(config, spec.family, spec.loops)
+    if problems:
+        raise ConfigError(problems)
+
+
+def family_refusals(config: Config, family: str, loops: int) -> list[str]:
+    """Why a model of `family` with this many loops cannot run with this configuration, one line per setting."""
+    why = FAMILIES[family].full_depth
+    if why is None:
+        return []
+    exits, layout = config.exit, config.kv.layout
+    refused = {
+        f"kv.layout {layout}": parse_layout(layout).cycle is not None,
+        # "ouro" is what the configuration says when nobody chose a rule; without a gate it is full depth.
+        f"exit.rule {exits.rule}": exits.rule != "ouro",
+        f"exit.threshold {exits.threshold}": exits.threshold is not None and exits.threshold < 1,
+        f"exit.max_loops {exits.max_loops}": exits.max_loops is not None and exits.max_loops < loops,
+    }
+    return [f"{setting} does not go with a {family} model: {why}" for setting, no in refused.items() if no]
 
 
 def reason(layout: str, feature: Feature) -> str | None:
@@ -61,19 +103,37 @@ def reason(layout: str, feature: Feature) -> str | None:
     return None
 
 
+def family_reason(family: str, feature: Feature) -> str | None:
+    """Why models of `family` do not go with `feature`, or None if they do."""
+    from rlt.config import load_config
+
+    if not family_refusals(load_config(overrides=feature.settings), family, loops=2):
+        return None
+    return f"{FAMILIES[family].title}: {FAMILIES[family].full_depth}"
+
+
 def matrix() -> str:
-    """The matrix as a Markdown table, with the reasons for each "no" below it."""
-    lines = ["| | " + " | ".join(f"`{layout}`" for layout in LAYOUTS) + " |", "|---" * (len(LAYOUTS) + 1) + "|"]
+    """The matrix of features and layouts as a Markdown table, with the reasons for each "no" below it."""
+    return _table({f"`{layout}`": layout for layout in LAYOUTS}, FEATURES, reason)
+
+
+def family_matrix() -> str:
+    """The same of the settings that depend on the model's family."""
+    return _table({family.title: name for name, family in FAMILIES.items()}, FAMILY_FEATURES, family_reason)
+
+
+def _table(columns: Mapping[str, str], features: tuple[Feature, ...], why: Callable[[str, Feature], str | None]) -> str:
+    """A Markdown table with a column per title and a row per feature; `why` says for each cell why it is a "no"."""
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     reasons: dict[str, int] = {}
-    for feature in FEATURES:
+    for feature in features:
         cells = []
-        for layout in LAYOUTS:
-            why = reason(layout, feature)
-            cells.append("yes" if why is None else f"no [{reasons.setdefault(why, len(reasons) + 1)}]")
+        for key in columns.values():
+            no = why(key, feature)
+            cells.append("yes" if no is None else f"no [{reasons.setdefault(no, len(reasons) + 1)}]")
         lines.append(f"| {feature.name} | " + " | ".join(cells) + " |")
-    notes = [f"[{number}] {why}." for why, number in reasons.items()]
-    return "\n".join([*lines, "", *notes])
+    return "\n".join([*lines, "", *(f"[{number}] {no}." for no, number in reasons.items())])
 
 
 if __name__ == "__main__":
-    print(matrix())
+    print(f"{matrix()}\n\n{family_matrix()}")

@@ -20,7 +20,7 @@ ANSWERS = {example.prompt: example for example in examples("heldout", 3, 0)}
 class DeepLlm:
     """A model that knows an answer when it may use as many loops as the example is difficult, up to four."""
 
-    info = SimpleNamespace(name="deep", loops=4)
+    info = SimpleNamespace(name="deep", loops=4, full_depth=None)
 
     def __init__(self) -> None:
         self.calls: list[SamplingParams] = []
@@ -86,6 +86,16 @@ def test_every_setting_is_greedy_and_says_its_depth(llm: DeepLlm, capsys: pytest
     out = capsys.readouterr().out
     assert "word_problems" in out
     assert "threshold 0.5" in out
+
+
+def test_a_model_of_fixed_depth_has_one_depth(
+    llm: DeepLlm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(llm, "info", SimpleNamespace(name="deep", loops=4, full_depth="no gate"))
+    assert run("--n", "3", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (list(result["by_loops"]), result["by_threshold"]) == (["4"], {})
+    assert [(p.min_loops, p.max_loops) for p in llm.calls] == [(None, None), (None, 4)]
 
 
 def test_an_answer_must_match_whole() -> None:

@@ -196,6 +196,8 @@ class Watched:
         """
         known = set(SamplingParams.__struct_fields__)
         given = {"temperature": 0.0, "ignore_eos": False} | {k: v for k, v in asked.items() if k in known}
+        if not self.engine.info.priorities:
+            given["priority"] = 0
         try:
             params = resolve(SamplingParams(**given), self.engine.info, len(prompt), random_seed=0)
         except ParamError:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlt.errors import ModelError
-from rlt.models.spec import ModelSpec, read_spec
+from rlt.models.checkpoint import read_spec
+from rlt.models.spec import ModelSpec
 from support import DATA
 
 Edit = Callable[..., Path]
@@ -68,6 +69,7 @@ def test_a_published_config_is_read_whole() -> None:
         bos_token_id=1,
         pad_token_id=0,
         dtype="float32",
+        known_tokens=256,
     )
 
 
@@ -161,11 +163,12 @@ def test_all_problems_come_at_once(edit: Edit) -> None:
 
 
 def test_other_families_are_refused(edit: Edit) -> None:
-    assert lines(edit(model_type="nanbeige")) == [
-        'config.json: model_type "nanbeige" is not supported yet; supported: ouro'
+    supported = "supported: ouro, nanbeige"
+    assert lines(edit(model_type="huginn_raven")) == [
+        f'config.json: model_type "huginn_raven" is not supported yet; {supported}'
     ]
-    assert lines(edit(model_type="llama")) == ['config.json: model_type "llama" is not supported; supported: ouro']
-    assert lines(edit(drop=("model_type",))) == ["config.json: model_type null is not supported; supported: ouro"]
+    assert lines(edit(model_type="llama")) == [f'config.json: model_type "llama" is not supported; {supported}']
+    assert lines(edit(drop=("model_type",))) == [f"config.json: model_type null is not supported; {supported}"]
 
 
 @pytest.mark.parametrize(

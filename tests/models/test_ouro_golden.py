@@ -6,24 +6,10 @@ import pytest
 import torch
 
 from rlt.depth.ouro import ouro_exit
-from support import Golden, resolved, run_to_end
+from support import Golden, prompt_states, resolved, run_to_end
 
 LIMIT = 5e-4
 PROMPTS = ["p1", "p7", "p33", "p130"]
-
-
-def prompt_states(engine, prompt):
-    """Hidden rows after each loop, [loops, positions, hidden], of a prompt that runs in one chunk."""
-    engine.add("r", prompt, resolved(engine, prompt, max_tokens=1))
-    states = []
-    while engine.has_work:
-        plan = engine.scheduler.plan()
-        states.append(None)
-        results = engine.runner.submit(plan).read()
-        states[-1] = engine.runner.hidden[plan.prompts[0].rows].clone()
-        pages = [list(p) for p in engine.scheduler.requests["r"].lists]
-        engine.scheduler.apply(plan, results)
-    return torch.stack(states), pages
 
 
 @pytest.mark.parametrize("name", PROMPTS)

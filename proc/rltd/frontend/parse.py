@@ -29,7 +29,7 @@ Prompt = str | list[int]
 #: Taken over into `SamplingParams` as they are.
 _SAMPLING_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "include_stop_str_in_output", "skip_special_tokens"),
-    *("min_tokens", "ignore_eos", "min_loops", "max_loops", "exit_threshold"),
+    *("min_tokens", "ignore_eos", "min_loops", "max_loops", "exit_threshold", "priority", "cache_salt"),
 )
 
 

@@ -87,12 +87,14 @@ def evaluate(llm: LLM, examples: Sequence[Example], thresholds: Sequence[float])
     """The evaluation's JSON structure, without the environment.
 
     `by_loops` runs every token m loops deep (no early exit); `by_threshold` lets tokens exit early, up to full depth.
+    A model of fixed depth has one number of loops and no thresholds.
     """
     default = score(llm, examples)
     names = dict.fromkeys(example.task for example in examples)
     by_task = {name: [ok for ok, e in zip(default.right, examples, strict=True) if e.task == name] for name in names}
-    depths = {str(m): score(llm, examples, max_loops=m, threshold=1.0) for m in range(1, llm.info.loops + 1)}
-    exits = {f"{q:g}": score(llm, examples, max_loops=llm.info.loops, threshold=q) for q in thresholds}
+    loops, fixed = llm.info.loops, llm.info.full_depth is not None
+    depths = {str(m): score(llm, examples, max_loops=m, threshold=1.0) for m in range(loops if fixed else 1, loops + 1)}
+    exits = {f"{q:g}": score(llm, examples, max_loops=loops, threshold=q) for q in thresholds if not fixed}
     return {
         "model": llm.info.name,
         "tasks": {name: {"n": len(right), "exact_match": sum(right) / len(right)} for name, right in by_task.items()},
@@ -116,7 +118,7 @@ def score(
         max_tokens=MAX_TOKENS,
         stop=("\n",),
         max_loops=max_loops,
-        min_loops=None if max_loops is None else 1,
+        min_loops=None if max_loops is None or llm.info.full_depth is not None else 1,
         exit_threshold=threshold,
     )
     outputs = [output.outputs[0] for output in llm.generate([example.prompt for example in examples], params)]

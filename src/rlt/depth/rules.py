@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +14,7 @@ from rlt.config import ExitConfig
 from rlt.depth.ouro import ouro_exit
 from rlt.errors import ConfigError
 from rlt.exec.slots import Slots
+from rlt.models.interface import Gate
 from rlt.sched.request import Request
 
 #: seed of the untrained gate of `random_lookahead`
@@ -34,10 +34,26 @@ class ExitRule(Protocol):
         """Mask [rows] of the rows that stop, given `hidden` [rows, hidden size] after their `done`-th loop [rows]."""
 
 
+class FullDepthRule:
+    """No token stops before its loop limit: the rule of models without a gate."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+
+    def admit(self, request: Request) -> None:
+        pass
+
+    def restart(self, slots: Tensor) -> None:
+        pass
+
+    def decide(self, slots: Tensor, hidden: Tensor, done: Tensor) -> Tensor:
+        return done >= self._slots.max_loops[slots]
+
+
 class GateRule:
     """Ouro's rule with any gate; `delayed` rows run one more loop after the threshold was reached."""
 
-    def __init__(self, slots: Slots, gate: Callable[[Tensor], Tensor], *, delayed: bool) -> None:
+    def __init__(self, slots: Slots, gate: Gate, *, delayed: bool) -> None:
         self._slots = slots
         self._gate = gate
         self._delayed = int(delayed)
@@ -85,17 +101,22 @@ class TraceRule:
         return (done >= wanted.maximum(state.min_loops[slots])) | (done >= state.max_loops[slots])
 
 
-def make_rule(config: ExitConfig, slots: Slots, gate: Callable[[Tensor], Tensor], hidden_size: int) -> ExitRule:
-    """The rule that the configuration names. Raises `ConfigError` for a trace file that cannot be used."""
+def make_rule(config: ExitConfig, slots: Slots, gate: Gate | None, hidden_size: int) -> ExitRule:
+    """The rule that the configuration names, for a model with or without a gate.
+
+    Raises `ConfigError` for a trace file that cannot be used.
+    """
     if config.rule == "trace":
         assert config.trace_file is not None
         return TraceRule(slots, read_trace(Path(config.trace_file)))
     if config.rule == "random_lookahead":
         return GateRule(slots, random_gate(hidden_size, slots.device), delayed=True)
+    if gate is None:
+        return FullDepthRule(slots)
     return GateRule(slots, gate, delayed=config.rule == "ouro_delayed")
 
 
-def random_gate(hidden_size: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+def random_gate(hidden_size: int, device: torch.device) -> Gate:
     """An untrained linear gate with standard normal weights / sqrt(hidden size), the same on every run."""
     generator = torch.Generator().manual_seed(LOOKAHEAD_SEED)
     weight = (torch.randn(1, hidden_size, generator=generator) / hidden_size**0.5).to(device)

@@ -14,7 +14,7 @@ from rlt.exec.planes import Planes
 from rlt.exec.sampler import sample
 from rlt.exec.slots import PageTable, Slots
 from rlt.kv.layout import Layout
-from rlt.models.ouro import Ouro
+from rlt.models.interface import LoopedModel
 from rlt.sched.plan import PromptSegment, Resumption, RowResult, Suspension, TickPlan
 
 
@@ -52,7 +52,7 @@ class Runner:
     def __init__(
         self,
         *,
-        model: Ouro,
+        model: LoopedModel,
         layout: Layout,
         pool: KvPool,
         attention: AttentionBackend,
@@ -164,6 +164,8 @@ class Runner:
         """Next tokens of `slots` from their final rows, and whether each row's logits were numbers."""
         state = self.slots
         logits = self.model.head(hidden)
+        # Rows of a padded vocabulary: nothing was trained to keep them low.
+        logits[:, self.model.spec.known_tokens :] = -torch.inf
         finite = torch.isfinite(logits.amax(-1))
         logits = logits.where(finite[:, None], 0.0)
         state.bar_early_ends(slots, logits)

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from rlt.models import ouro
+from rlt.models import nanbeige, ouro
+from rlt.models.interface import LoopedModel
+from rlt.models.layers import ignorable
 from rlt.models.loader import check_tensors, checkpoint_bytes, load_tensors
 from rlt.models.spec import ModelSpec
+
+
+class Maths(NamedTuple):
+    """A family's maths: the tensors that it takes, and the model that it makes of them."""
+
+    shapes: Callable[[ModelSpec], dict[str, tuple[int, ...]]]
+    build: Callable[[ModelSpec, Mapping[str, Tensor]], LoopedModel]
+
+
+#: by the families of `rlt.models.families`
+MATHS = {
+    "ouro": Maths(ouro.tensor_shapes, ouro.Ouro),
+    "nanbeige": Maths(nanbeige.tensor_shapes, nanbeige.Nanbeige),
+}
 
 
 def load_model(
@@ -19,17 +37,13 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[str, float], None] | None = None,
-) -> ouro.Ouro:
+) -> LoopedModel:
     """Load the checkpoint in `directory` to `device`. Raises `ModelError` when its tensors are not those of `spec`."""
+    maths = MATHS[spec.family]
     tensors = load_tensors(
-        directory,
-        ouro.tensor_shapes(spec),
-        dtype=dtype,
-        device=device,
-        ignore=ouro.ignorable,
-        progress=progress,
+        directory, maths.shapes(spec), dtype=dtype, device=device, ignore=ignorable, progress=progress
     )
-    return ouro.Ouro(spec, tensors)
+    return maths.build(spec, tensors)
 
 
 def check_model(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -37,6 +51,6 @@ def check_model(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> int:
 
     Raises `ModelError`.
     """
-    shapes = ouro.tensor_shapes(spec)
-    check_tensors(directory, shapes, ignore=ouro.ignorable)
+    shapes = MATHS[spec.family].shapes(spec)
+    check_tensors(directory, shapes, ignore=ignorable)
     return checkpoint_bytes(shapes, dtype)

@@ -1,0 +1,121 @@
+"""What families of Llama-like layers have in common: norms, rotary positions, attention and MLP with fused layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from rlt.models.interface import Attend
+from rlt.models.spec import ModelSpec
+
+
+def stack_shapes(spec: ModelSpec, norms: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a stack with its embedding and head; each layer has these `norms`."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (spec.vocab_size, hidden),
+    }
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        **dict.fromkeys(norms, (hidden,)),
+    }
+    for index in range(spec.layers):
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
+
+
+def ignorable(name: str) -> bool:
+    """Legacy checkpoints may store the RoPE table, which follows from the configuration."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer's weights. Matrices that multiply the same rows are one; the norms are in the family's order."""
+
+    qkv: Tensor
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+    norms: tuple[Tensor, ...]
+
+
+def read_layers(spec: ModelSpec, tensors: Mapping[str, Tensor], norms: tuple[str, ...]) -> list[Layer]:
+    """The layers of a stack out of its checkpoint's tensors."""
+    return [_read_layer(tensors, f"model.layers.{index}.", norms) for index in range(spec.layers)]
+
+
+def _read_layer(tensors: Mapping[str, Tensor], prefix: str, norms: tuple[str, ...]) -> Layer:
+    def weight(name: str) -> Tensor:
+        return tensors[f"{prefix}{name}.weight"]
+
+    return Layer(
+        qkv=torch.cat([weight(f"self_attn.{name}_proj") for name in "qkv"]),
+        out=weight("self_attn.o_proj"),
+        gate_up=torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")]),
+        down=weight("mlp.down_proj"),
+        norms=tuple(map(weight, norms)),
+    )
+
+
+class Positions:
+    """cos and sin of all positions, [positions, head_dim]: angles and functions in float32, then cast."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        half = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
+        inverse = 1.0 / spec.rope_theta**half
+        angles = torch.arange(spec.max_positions, dtype=torch.float32, device=device)[:, None] * inverse
+        angles = torch.cat([angles, angles], dim=-1)
+        self._cos, self._sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [rows, 1, head_dim] for rows at `positions` [rows]."""
+        return self._cos[positions][:, None], self._sin[positions][:, None]
+
+
+def attention(
+    rows: Tensor, layer: Layer, spec: ModelSpec, turns: tuple[Tensor, Tensor], index: int, attend: Attend
+) -> Tensor:
+    """The attention branch of `layer`, which is layer `index`, on normed rows [rows, hidden].
+
+    `turns` are the rows' cos and sin from `Positions.at`.
+    """
+    heads = linear(rows, layer.qkv).view(-1, spec.heads + 2 * spec.kv_heads, spec.head_dim)
+    rotated = rotate_halves(heads[:, : spec.heads + spec.kv_heads], *turns)
+    query, key = rotated[:, : spec.heads], rotated[:, spec.heads :]
+    attended = attend(index, query, key, heads[:, spec.heads + spec.kv_heads :])
+    return linear(attended.flatten(1), layer.out)
+
+
+def mlp(rows: Tensor, layer: Layer) -> Tensor:
+    """The SwiGLU branch on normed rows [rows, hidden]."""
+    gate, up = linear(rows, layer.gate_up).chunk(2, dim=-1)
+    return linear(silu(gate) * up, layer.down)
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension: rms in float32, the product in the rows' dtype."""
+    if rows.dtype == torch.float32:
+        return torch.nn.functional.rms_norm(rows, weight.shape, weight, eps)
+    wide = rows.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return scaled.to(rows.dtype) * weight
+
+
+def rotate_halves(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE that pairs feature j with j + head_dim / 2, on [rows, heads, head_dim]."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat([-second, first], dim=-1) * sin
