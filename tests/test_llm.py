@@ -98,3 +98,47 @@ def test_a_model_that_cannot_be_opened() -> None:
         LLM("./nowhere")
     with pytest.raises(ConfigError, match=r"kv\.page: |unknown key kv\.page; did you mean pages\?"):
         LLM(str(GOLDEN_OURO), config={"kv": {"page": 3}})
+
+
+def test_open_streams_share_the_engine(llm: LLM) -> None:
+    """Whoever runs a tick files the others' tokens for them."""
+    alone = [output.outputs[0].token_ids for output in llm.generate([[1, 2, 3], [4, 5]], GREEDY)]
+    first = llm.stream([[1, 2, 3]], GREEDY)
+    tokens = list(next(first).token_ids)
+    assert llm.generate([[4, 5]], GREEDY)[0].outputs[0].token_ids == alone[1]
+    for delta in first:
+        tokens += delta.token_ids
+    assert tokens == alone[0]
+
+
+@pytest.mark.parametrize("prompt", [[1, "a"], [1, 2.5], [True], [None, 1]])
+def test_token_ids_are_integers(llm: LLM, prompt: list[object]) -> None:
+    with pytest.raises(ParamError, match="token ids must be integers"):
+        llm.generate([[1], prompt], GREEDY)  # type: ignore[list-item]
+    assert not llm.engine.has_work
+
+
+def test_the_largest_numbers_that_are_accepted_reach_the_device(llm: LLM) -> None:
+    largest = SamplingParams(
+        temperature=100, top_p=1e-300, min_p=1, exit_threshold=1e6, seed=-1, top_k=2**31, max_tokens=3, ignore_eos=True
+    )
+    (output,) = llm.generate([5, 9], largest)
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_a_tiny_temperature_takes_the_likeliest(llm: LLM) -> None:
+    greedy = llm.generate([5, 9, 12], GREEDY)[0].outputs[0].token_ids
+    for temperature in (1e-5, 1e-38, 1e-40, 1e-300):
+        cold = SamplingParams(temperature=temperature, max_tokens=6, ignore_eos=True)
+        assert llm.generate([5, 9, 12], cold)[0].outputs[0].token_ids == greedy
+
+
+def test_stats_and_cached_tokens(llm: LLM) -> None:
+    prompt = [(7 * i) % 250 + 3 for i in range(40)]
+    before = llm.stats()["prefix_hit_tokens"]
+    assert llm.generate([prompt], GREEDY)[0].cached_tokens == 0
+    assert llm.generate([prompt], GREEDY)[0].cached_tokens == 32
+    stats = llm.stats()
+    assert stats["prefix_hit_tokens"] - before == 32
+    assert stats["preemptions"] == 0
+    assert set(stats["pages"]) == {"free", "used", "cached"}

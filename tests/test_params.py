@@ -60,7 +60,7 @@ def test_a_lower_limit_of_loops_lowers_the_default_minimum():
         ("stop_token_ids", {"stop_token_ids": (5, 100)}, "token id 100 at index 1 is outside the vocabulary of 100"),
         ("max_loops", {"max_loops": 5}, "must be between 1 and 4, got 5"),
         ("min_loops", {"min_loops": 3, "max_loops": 2}, "must be between 1 and 2, got 3"),
-        ("exit_threshold", {"exit_threshold": -1.0}, "must be at least 0, got -1.0"),
+        ("exit_threshold", {"exit_threshold": -1.0}, "must be between 0 and 1000000, got -1.0"),
         ("priority", {"priority": 1}, 'needs a server with engine.scheduling = "priority"'),
         ("prompt", {"prompt_tokens": 0}, "is empty; at least one token is needed"),
         ("prompt", {"prompt_tokens": 48}, "has 48 tokens; the KV cache holds 48 with the output"),

@@ -8,6 +8,8 @@ import msgspec
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 16
+#: far above every exit rule's scale, and a float32 number like all that reaches the device
+MAX_THRESHOLD = 1_000_000
 #: Seeds are 63-bit so that they are exact in every language and in a signed tensor.
 SEED_LIMIT = 1 << 63
 
@@ -149,7 +151,7 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
     min_loops = min(info.min_loops, max_loops) if params.min_loops is None else params.min_loops
     _within("min_loops", min_loops, 1, max_loops)
     threshold = info.exit_threshold if params.exit_threshold is None else params.exit_threshold
-    _within("exit_threshold", threshold, 0, None)
+    _within("exit_threshold", threshold, 0, MAX_THRESHOLD)
     if info.full_depth is not None:
         _all_loops(info.full_depth, info.loops, min_loops, max_loops, threshold)
     _within("priority", params.priority, -(2**31), 2**31 - 1)

@@ -79,7 +79,7 @@ class KvConfig:
     #: last_exited, last_exited_copy, shared, last_step or cyclic:<k>
     layout: str = field(default="last_exited", metadata={"pattern": LAYOUTS})
     page_size: int = field(default=16, metadata=_at_least(1, 1024))
-    #: size of the cache: in pages, or in bytes, or as a share of the free memory; pages win over bytes
+    #: size of the cache: in pages, or in bytes, or as a share of the free memory
     pages: int | None = field(default=None, metadata=_at_least(1))
     bytes: int | None = field(default=None, metadata=_at_least(1))
     memory_fraction: float | None = field(default=None, metadata=_at_least(0.01, 1.0))
@@ -95,7 +95,7 @@ class ExitConfig:
     #: None: the checkpoint's number of loops
     max_loops: int | None = field(default=None, metadata=_at_least(1))
     #: None: the checkpoint's threshold; 1 or more switches early exit off
-    threshold: float | None = field(default=None, metadata=_at_least(0))
+    threshold: float | None = field(default=None, metadata=_at_least(0, 1e6))
     #: rule = "trace": a JSON file {"depths": [[loops of each output token], ...]}, requests take the rows in turn
     trace_file: str | None = None
 
@@ -272,6 +272,11 @@ def _check_together(config: Config, problems: list[str]) -> None:
             f"exit.min_loops ({config.exit.min_loops}) is greater than exit.max_loops ({config.exit.max_loops})"
         )
     problems.extend(refusals(config))
+    sizes = [f"kv.{key}" for key in ("pages", "bytes", "memory_fraction") if getattr(config.kv, key) is not None]
+    if len(sizes) > 1:
+        problems.append(f"{' and '.join(sizes)} all give the size of the cache: set one of them")
+    if config.exit.rule == "trace" and config.exit.threshold is not None:
+        problems.append('exit.threshold has no meaning with exit.rule = "trace", whose depths come from the file')
     if (config.exit.rule == "trace") != (config.exit.trace_file is not None):
         problems.append('exit.trace_file and exit.rule = "trace" go together: set both or neither')
     device = config.engine.device

@@ -34,7 +34,7 @@ from rlt.sched.scheduler import Policy, Scheduler
 from rlt.sched.supply import PageSupply
 from rlt.support import check_model_settings
 from rlt_protocols.engine import EngineStats
-from rlt_protocols.params import ModelInfo, ResolvedParams, check_token_ids
+from rlt_protocols.params import MAX_STOP_TOKEN_IDS, ModelInfo, ResolvedParams, check_token_ids
 from rlt_protocols.text import Tokens
 
 Progress = Callable[[str, float], None]
@@ -70,7 +70,7 @@ class Engine:
             device=device,
         )
         engine = config.engine
-        slots = Slots(engine.max_seqs, device)
+        slots = Slots(engine.max_seqs, device, end_ids=len(spec.eos_token_ids) + MAX_STOP_TOKEN_IDS)
         places = -(-self.info.max_model_len // size)
         table = PageTable(engine.max_seqs, layout.lists(spec.loops), places, device)
         self.runner = Runner(
@@ -99,7 +99,8 @@ class Engine:
                 priority=engine.scheduling == "priority",
                 preemption=engine.preemption,
                 max_bypass=engine.max_bypass,
-                reserve=int(pages * config.kv.watermark),
+                # Without preemption all growth is promised at admission.
+                reserve=int(pages * config.kv.watermark) if engine.preemption else 0,
             ),
             PageSupply(
                 pool=page_pool,
@@ -114,7 +115,8 @@ class Engine:
         self._submitted: deque[tuple[TickPlan, SubmittedTick]] = deque()
         self._ticks = 0
         self._rows = {"decode": 0, "prefill": 0}
-        self._tick_seconds: list[float] = []
+        #: since the last report; without anybody who asks, only the newest are kept
+        self._tick_seconds: deque[float] = deque(maxlen=4096)
         self._tokens = 0
         self._token_loops = 0
 
@@ -162,7 +164,8 @@ class Engine:
         """Gauges and counters since the start; `tick_seconds` since the last call."""
         pool, prefix = self.scheduler.supply.pool, self.scheduler.supply.prefix
         cached = prefix.pages_held if prefix is not None else 0
-        ticks, self._tick_seconds = tuple(self._tick_seconds), []
+        ticks = tuple(self._tick_seconds)
+        self._tick_seconds.clear()
         return EngineStats(
             engine=engine,
             running=len(self.scheduler.places.running),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from rlt.text.detokenize import PROMPT_TAIL_TOKENS
 from rlt.text.tokenizer import load_tokenizer
 from rlt_protocols.engine import Route
 from rlt_protocols.params import SEED_LIMIT, ModelInfo, ParamError, SamplingParams, resolve
-from rlt_protocols.text import Tokens, open_text
+from rlt_protocols.text import open_text
 
 Prompt = str | Sequence[int]
 
@@ -55,6 +56,17 @@ class Delta:
     depths: tuple[int, ...]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    #: prompt tokens whose keys and values came from the prefix cache
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A request in the engine: its place among its stream's prompts, its text, and where its deltas go."""
+
+    index: int
+    answer: AnswerText
+    inbox: deque[tuple[str, Delta | GenerationError]]
 
 
 #: offline there are no other processes
@@ -83,6 +95,7 @@ class LLM:
         self.engine = Engine(self._config)
         self._tokenizer = load_tokenizer(resolve_model(self._config.model.path, self._config.model.revision))
         self._count = 0
+        self._open: dict[str, _Open] = {}
 
     @property
     def info(self) -> ModelInfo:
@@ -113,6 +126,7 @@ class LLM:
             answer.token_ids += delta.token_ids
             answer.depths += delta.depths
             answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
+            outputs[delta.index].cached_tokens = delta.cached_tokens
         return outputs
 
     def stream(
@@ -122,17 +136,20 @@ class LLM:
         return self._stream([self._encode(prompt) for prompt in _as_list(prompts)], params)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: ticks, rows by kind, mean loops per token, pages by state."""
+        """Counters since the start: ticks, rows by kind, mean loops per token and so on; pages by state now."""
         stats = self.engine.stats()
         return {
             "ticks": stats.ticks,
             "rows": stats.tick_rows,
             "mean_loops": stats.token_loops / stats.tokens if stats.tokens else None,
+            "preemptions": self.engine.scheduler.preemptions,
+            "prefix_hit_tokens": self.engine.scheduler.hit_tokens,
             "pages": stats.kv_pages,
         }
 
     def close(self) -> None:
-        """Give the model's memory back; the object cannot be used any more."""
+        """Give the model's memory back; the object and its open streams cannot be used any more."""
+        self._open.clear()
         del self.engine
 
     def __enter__(self) -> LLM:
@@ -143,6 +160,9 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
+            for index, token in enumerate(prompt):
+                if type(token) is not int:
+                    raise ParamError("prompt", f"token ids must be integers, got {token!r} at index {index}")
             return list(prompt)
         if self._tokenizer is None:
             raise ParamError("prompt", "this model directory has no tokenizer; give token ids")
@@ -157,33 +177,49 @@ class LLM:
             resolve(one, self.info, len(ids), random_seed=secrets.randbelow(SEED_LIMIT))
             for one, ids in zip(params, prompts, strict=True)
         ]
-        running: dict[str, tuple[int, AnswerText]] = {}
+        inbox: deque[tuple[str, Delta | GenerationError]] = deque()
+        mine: set[str] = set()
         try:
             for index, (ids, settings) in enumerate(zip(prompts, resolved, strict=True)):
                 name = f"offline-{self._count}"
                 self._count += 1
                 self.engine.add(name, ids, settings)
+                mine.add(name)
                 opened = open_text(name, _ROUTE, settings, ids[-PROMPT_TAIL_TOKENS:])
-                running[name] = index, AnswerText(self._tokenizer, opened)
-            while running:
-                for tokens in self.engine.step():
-                    # A request that a stop string ended may still get a token from the tick that was under way.
-                    if tokens.request_id in running:
-                        yield self._apply(tokens, running)
+                self._open[name] = _Open(index, AnswerText(self._tokenizer, opened), inbox)
+            while mine:
+                while inbox:
+                    name, delta = inbox.popleft()
+                    if isinstance(delta, GenerationError):
+                        raise delta
+                    if delta.finish_reason is not None:
+                        mine.remove(name)
+                    yield delta
+                if mine:
+                    self._step()
         finally:
-            for name in running:
+            for name in mine & self._open.keys():
+                del self._open[name]
                 self.engine.abort(name)
 
-    def _apply(self, tokens: Tokens, running: dict[str, tuple[int, AnswerText]]) -> Delta:
-        if tokens.error is not None:
-            del running[tokens.request_id]
-            raise GenerationError(tokens.error)
-        index, answer = running[tokens.request_id]
-        delta = answer.take(tokens)
-        if delta.finish_reason is not None:
-            del running[tokens.request_id]
-            self.engine.abort(tokens.request_id)
-        return Delta(index, delta.text, delta.token_ids, delta.depths, delta.finish_reason, delta.stop_reason)
+    def _step(self) -> None:
+        """Run a tick and file what it produced with the streams that wait for it; there may be several."""
+        for tokens in self.engine.step():
+            request = self._open.get(tokens.request_id)
+            # A request that a stop string ended may still get a token from the tick that was under way.
+            if request is None:
+                continue
+            if tokens.error is not None:
+                del self._open[tokens.request_id]
+                request.inbox.append((tokens.request_id, GenerationError(tokens.error)))
+                continue
+            delta = request.answer.take(tokens)
+            if delta.finish_reason is not None:
+                del self._open[tokens.request_id]
+                self.engine.abort(tokens.request_id)
+            reasons = (delta.finish_reason, delta.stop_reason)
+            parts = (delta.text, delta.token_ids, delta.depths, *reasons, delta.cached_tokens)
+            request.inbox.append((tokens.request_id, Delta(request.index, *parts)))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -14,7 +14,7 @@ from rlt.kv.book import PageBook
 from rlt.kv.layout import parse_layout
 from rlt.kv.pages import OutOfPages, PagePool
 from rlt.kv.prefix import PrefixCache
-from rlt.sched.plan import END_LENGTH, END_NONE, END_STOP, RowResult
+from rlt.sched.plan import END_LENGTH, END_NONE, END_NOT_FINITE, END_STOP, RowResult
 from rlt.sched.request import Request, Stage
 from rlt.sched.scheduler import Policy, Scheduler
 from rlt.sched.supply import PageSupply
@@ -62,6 +62,8 @@ class Model:
     ran: set[tuple[int, int]] = field(default_factory=set)
     tokens: int = 0
     loop: int = 0
+    #: rows run since it last got a slot
+    since_placed: int = 0
     #: the device knows that it ended, and the scheduler that it is gone
     idle: bool = False
     ended: bool = False
@@ -77,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Plays the device: checks each plan against causality and the page tables, and answers with drawn exits."""
 
     @initialize(
-        pages=st.integers(20, 120),
+        pages=st.integers(4, 120),
         page_size=st.sampled_from([1, 2, 4, 16]),
         layout=st.sampled_from(LAYOUTS),
         lag=st.integers(0, 1),
@@ -109,22 +111,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count = 0
 
     @rule(
-        length=st.integers(1, 20),
+        prompt=st.lists(st.sampled_from([7, 7, 7, 8]), min_size=1, max_size=20),
         max_tokens=st.integers(1, 6),
         loops=st.integers(1, 4),
         min_loops=st.integers(1, 4),
         priority=st.integers(0, 2),
         threshold=st.sampled_from([0.5, 1.0]),
     )
-    def add(self, length, max_tokens, loops, min_loops, priority, threshold):
+    def add(self, prompt, max_tokens, loops, min_loops, priority, threshold):
+        length = len(prompt)
         name = f"r{self.count}"
         self.count += 1
         request_params = params(max_tokens, loops, priority, min(min_loops, loops), threshold)
         if self.layout.most_pages(length + max_tokens, length, loops, self.size) > self.scheduler.supply.pool.total:
             with pytest.raises(ParamError, match="max_tokens: the request may need"):
-                self.scheduler.add(name, [7] * length, request_params)
+                self.scheduler.add(name, list(prompt), request_params)
             return
-        request = self.scheduler.add(name, [7] * length, request_params)
+        request = self.scheduler.add(name, list(prompt), request_params)
         self.models[name] = Model(request)
 
     @rule(data=st.data())
@@ -159,6 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for place in [*plan.resumptions, *plan.admitted]:
             request = place if isinstance(place, Request) else place.request
             self.slots[request.slot] = request.id
+            self.models[request.id].since_placed = 0
             self.admissions.append(request.number)
         for grant in plan.grants:
             self.models[self.slots[grant.slot]].table[grant.page_list, grant.place] = grant.page
@@ -166,15 +170,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         for place, (request, slot) in enumerate(zip(plan.decode.requests, plan.decode.slots, strict=True)):
             assert self.slots[slot] == request.id
             model = self.models[request.id]
+            model.since_placed += 1
             if not model.idle:
                 self.decode(place, model, draw_exit(), draw_stop(), results)
         assert self.policy["mixed"] or not (plan.decode.slots and plan.prompts)
         place = len(plan.decode.slots)
         for segment in plan.prompts:
             model = self.models[segment.request.id]
+            model.since_placed += 1
             prompt, loops = segment.request.prompt, segment.request.loops
             assert self.slots[segment.slot] == segment.request.id
-            assert segment.tokens == ([7] * len(segment.rows) if segment.loop == 0 else [])
+            end = segment.first + len(segment.rows)
+            assert segment.tokens == (prompt[segment.first : end] if segment.loop == 0 else [])
             for position in range(segment.first, segment.first + len(segment.rows)):
                 self.prompt_row(model, position, segment)
             last = segment.first + len(segment.rows) == len(prompt) and segment.loop == loops - 1
@@ -415,3 +422,98 @@ def test_stages_only_move_as_the_table_says():
     request = scheduler().add("a", [1], params())
     with pytest.raises(AssertionError, match="no transition"):
         request.move(Stage.DECODE)
+
+
+def test_a_request_that_needs_the_whole_pool_comes_back():
+    """Nobody else runs: then nothing has to be left to grow into."""
+    sched = scheduler(pages=26, layout="last_exited_copy", max_seqs=2, max_tick_tokens=24, prefill_chunk=20)
+    sched.add("small", [1, 2], params(max_tokens=8, max_loops=1))
+    big = sched.add("big", list(range(20)), params(max_tokens=4, max_loops=4))
+    for _ in range(200):
+        plan = sched.plan()
+        rows = plan.decode.requests
+        done = [
+            RowResult(i, 0, r.loops, END_LENGTH if r.generated == r.params.max_tokens - 1 else END_NONE)
+            for i, r in enumerate(rows)
+        ]
+        first = len(rows)
+        done += [RowResult(first + i, 0, r.loops, END_NONE) for i, r in enumerate(plan.sampling)]
+        sched.apply(
+            plan,
+            [
+                result
+                for result in done
+                if result.place >= first or rows[result.place].loops == 1 or plan.number % 4 == 0
+            ],
+        )
+        sched.check_integrity()
+        if not sched.has_work:
+            break
+    assert big.stage is Stage.FINISHED
+
+
+def test_nobody_is_suspended_for_a_request_that_would_still_not_fit():
+    sched = scheduler(
+        pages=24, layout="last_exited_copy", priority=True, max_seqs=3, max_tick_tokens=40, prefill_chunk=20
+    )
+    sched.add("first", [1] * 4, params(max_tokens=20, max_loops=3, priority=0))
+    sched.add("last", [2] * 4, params(max_tokens=4, max_loops=3, priority=5))
+    for _ in range(6):
+        finish_tick(sched)
+    sched.add("big", [3] * 28, params(max_tokens=4, max_loops=3, priority=1))
+    for _ in range(20):
+        finish_tick(sched)
+    assert sched.preemptions == 0
+
+
+def test_numbers_that_are_not_finite_leave_nothing_in_the_cache():
+    prompt = list(range(9))
+    sched = scheduler(cache=True, lag=1, max_tick_tokens=16, prefill_chunk=9)
+    sched.add("bad", prompt, params(max_loops=1, max_tokens=4))
+    first = sched.plan()
+    second = sched.plan()
+    (out,) = sched.apply(first, [RowResult(0, 0, 1, END_NOT_FINITE)])
+    assert out.finish_reason == "error"
+    sched.apply(second, [])
+    again = sched.add("again", prompt, params(max_loops=1, max_tokens=4))
+    sched.plan()
+    assert again.cached_tokens == 0
+    sched.check_integrity()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_request_of_one_token_leaves_its_prompt_in_the_cache(lag):
+    prompt = list(range(9))
+    sched = scheduler(cache=True, lag=lag, max_tick_tokens=16, prefill_chunk=9)
+    sched.add("one", prompt, params(max_loops=1, max_tokens=1))
+    plans = [sched.plan() for _ in range(1 + lag)]
+    for index, plan in enumerate(plans):
+        sched.apply(plan, [RowResult(0, 0, 1, END_LENGTH)] if index == 0 else [])
+    again = sched.add("again", prompt, params(max_loops=1, max_tokens=1))
+    sched.plan()
+    assert again.cached_tokens == 8
+
+
+def test_equal_prompts_at_once_without_preemption_keep_what_was_promised():
+    for pages in range(100, 116):
+        sched = scheduler(
+            pages=pages, layout="last_exited_copy", cache=True, preemption=False,
+            wavefront=False, max_seqs=4, max_tick_tokens=60, prefill_chunk=17,
+        )  # fmt: skip
+        prompt = list(range(40))
+        sched.add("a", prompt[:17], params(max_tokens=4, max_loops=4))
+        sched.add("b", prompt, params(max_tokens=4, max_loops=4))
+        for tick in range(300):
+            if tick == 5:
+                sched.add("c", [99] * 12, params(max_tokens=4, max_loops=4))
+            plan = sched.plan()
+            first = len(plan.decode.slots)
+            ends = [
+                RowResult(i, 0, 1, END_LENGTH if r.generated > 2 else END_NONE)
+                for i, r in enumerate(plan.decode.requests)
+            ]
+            sched.apply(plan, ends + [RowResult(first + i, 0, 4, END_NONE) for i in range(len(plan.sampling))])
+            sched.check_integrity()
+            if tick > 5 and not sched.has_work:
+                break
+        assert not sched.has_work

@@ -37,7 +37,9 @@ def sample(
         "position": position,
     }
     row = {name: value[drawn] for name, value in row.items()}
-    probs = torch.softmax(logits[drawn] / row["temperature"][:, None], -1).double()
+    # The largest logit first becomes 0: divided by a tiny temperature, others may overflow, but only downwards.
+    lowered = logits[drawn] - logits[drawn].amax(-1, keepdim=True)
+    probs = torch.softmax(lowered / row["temperature"][:, None], -1).double()
     u = uniform(row["seed"], row["position"])
     filtered = (row["top_k"] > 0) | (row["top_p"] < 1) | (row["min_p"] > 0)
     picked = torch.empty_like(drawn)

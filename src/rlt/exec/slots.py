@@ -11,9 +11,6 @@ from rlt.kv.pages import DUMMY_PAGE
 from rlt.sched.plan import END_LENGTH, END_NONE, END_NOT_FINITE, END_STOP, PageGrant
 from rlt.sched.request import Request
 
-#: room for the model's end ids and the request's own (params.MAX_STOP_TOKEN_IDS)
-MAX_END_IDS = 24
-
 
 class Slots:
     """Tensors of [slots, ...]: a slot is set at admission, advanced by the ticks, and can be copied out and back.
@@ -22,7 +19,8 @@ class Slots:
     takes everything with it.
     """
 
-    def __init__(self, slots: int, device: torch.device) -> None:
+    def __init__(self, slots: int, device: torch.device, *, end_ids: int) -> None:
+        """`end_ids`: most ids that may end a request, the model's and its own."""
         self.count = slots
         self.device = device
         self._tensors: dict[str, Tensor] = {}
@@ -43,7 +41,7 @@ class Slots:
         self.min_p = self.add("min_p", torch.float32)
         self.top_k = self.add("top_k", torch.int64)
         self.seed = self.add("seed", torch.int64)
-        self.end_ids = self.add("end_ids", torch.int64, (MAX_END_IDS,))
+        self.end_ids = self.add("end_ids", torch.int64, (end_ids,))
 
     def add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Tensor:
         """A new zeroed state tensor [slots, *shape]."""
@@ -68,7 +66,7 @@ class Slots:
         self.top_k[slot] = params.top_k
         self.seed[slot] = params.seed
         ends = params.end_token_ids
-        self.end_ids[slot] = torch.tensor([*ends, *[-1] * (MAX_END_IDS - len(ends))], device=self.device)
+        self.end_ids[slot] = torch.tensor([*ends, *[-1] * (self.end_ids.shape[1] - len(ends))], device=self.device)
 
     def copy_out(self, slot: int) -> dict[str, Tensor]:
         """The state of a slot, by name."""
@@ -81,10 +79,10 @@ class Slots:
 
     def bar_early_ends(self, slots: Tensor, logits: Tensor) -> None:
         """Set the end ids' logits [rows, vocab] to minus infinity, in place, in rows below their min_tokens."""
-        rows = (self.generated[slots] < self.min_tokens[slots]).nonzero()
-        for row in rows[:, 0].tolist():
-            ends = self.end_ids[slots[row]]
-            logits[row, ends[ends >= 0]] = -torch.inf
+        ends = self.end_ids[slots]
+        barred = (self.generated[slots] < self.min_tokens[slots])[:, None] & (ends >= 0)
+        row, column = barred.nonzero(as_tuple=True)
+        logits[row, ends[row, column]] = -torch.inf
 
     def commit(self, slots: Tensor, tokens: Tensor, finite: Tensor) -> Tensor:
         """Append `tokens` to `slots` (both [rows], int64) and return what ended: an END_* code per row (int64).

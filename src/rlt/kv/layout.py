@@ -41,7 +41,10 @@ class Layout:
         return [plane + (prompt - 1 - plane) // planes * planes for plane in range(planes)]
 
     def most_pages(self, tokens: int, prompt: int, loops: int, page_size: int) -> int:
-        """Pages that a request may own at most with `tokens` positions in all, `prompt` of them the prompt."""
+        """Pages that a request may own at most with `tokens` positions in all, `prompt` of them the prompt.
+
+        A `prompt` of 0 means one that is through: what decoding needs counts alone.
+        """
         during_prompt = self.prompt_planes(loops) * -(-prompt // page_size)
         if self.exit_sorted:
             # An exited list splits a plane's tokens: one more page begun, and both are supplied ahead of the ticks.

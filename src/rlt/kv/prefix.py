@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from heapq import heapify, heappop, heappush
@@ -210,6 +210,23 @@ class PrefixCache:
     def reset(self) -> int:
         """Evict all that can be; returns the number of pages. Blocks with readers stay, and can still be matched."""
         return self.evict(self._evictable)
+
+    def forget(self, blocks: Iterable[Block]) -> None:
+        """Make `blocks` and all below them unfindable; their readers go on, and they are evicted like others."""
+        doomed = {block for block in blocks if block.keyed}
+        if not doomed:
+            return
+        for block in list(self._blocks.values()):
+            above: Block | None = block
+            while above is not None and above not in doomed:
+                above = above.parent
+            if above is not None:
+                # A key that no prompt has. Below a doomed block all are doomed, so that none is found by its own key.
+                del self._blocks[block.key]
+                self._clock += 1
+                block.key = b"forgotten" + self._clock.to_bytes(8)
+                self._blocks[block.key] = block
+                self._list_leaf(block)
 
     def _drop(self, block: Block) -> int:
         """Take an idle leaf out of the cache. Planes that tail readers need stay with it until they leave."""

@@ -68,8 +68,6 @@ class Scheduler:
         self._finishing: list[tuple[Request, Chunk]] = []
         #: pages that running requests may still need and that admission must not give away
         self._promised = 0
-        #: head and length of the line, and pages that could be promised, when nobody in it fitted
-        self._blocked: tuple[Request, int, int] | None = None
         self._number = 0
         self._arrivals = 0
         self._applied = 0
@@ -199,7 +197,11 @@ class Scheduler:
             if self.supply.available >= count:
                 return False
             assert self.policy.preemption, "pages that were promised are not there"
-            victim = max(self.places.running, key=self.waiting.rank)
+            # Who has done nothing since it got its place is spared if somebody else can be had.
+            settled = [other for other in self.places.running if other is request or self._settled(other, plan)]
+            if settled == [request]:
+                settled = self.places.running
+            victim = max(settled, key=self.waiting.rank)
             self._suspend(victim, plan)
             if victim is request:
                 return False
@@ -213,6 +215,8 @@ class Scheduler:
         request.resumes_in = request.stage
         request.suspended_at = plan.number
         request.sizes = [len(pages) for pages in request.lists]
+        # Its pages will be its own when it comes back, not blocks to build upon.
+        request.chain, request.offered = None, len(request.prompt)
         self._vacate(request)
         request.move(Stage.SUSPENDED)
         self.waiting.add(request)
@@ -222,13 +226,6 @@ class Scheduler:
 
     def _admit(self, plan: TickPlan) -> None:
         """Give places to those first in line, and to a bounded number behind one that does not fit."""
-        if not self.waiting:
-            return
-        # While nothing was given back since the last attempt, a new one would end the same, at the same cost.
-        state = (self.waiting[0], len(self.waiting), self.supply.available - self._promised)
-        if state == self._blocked and not plan.suspensions:
-            return
-        self._blocked = None
         index = 0
         while index < min(len(self.waiting), LOOK_AHEAD + 1):
             request = self.waiting[index]
@@ -240,14 +237,14 @@ class Scheduler:
                 break
             else:
                 index += 1
-        if self.waiting and self.places.has_slot and not any(r.stage is Stage.SUSPENDED for r in self.waiting):
-            self._blocked = (self.waiting[0], len(self.waiting), self.supply.available - self._promised)
 
     def _try_admit(self, request: Request, plan: TickPlan) -> bool:
         if not self.places.has_slot:
             return False
         if request.stage is Stage.SUSPENDED:
             return self._resume(request, plan)
+        if self.policy.preemption and not self._affordable(self.supply.prompt_need(request)):
+            return False
         self.supply.find_cached(request)
         need = self.supply.prompt_missing(request, len(request.prompt))
         if not self.policy.preemption:
@@ -273,7 +270,9 @@ class Scheduler:
             return False
         count = sum(request.sizes)
         rows = sum(chunk.count for chunk in request.chunks)
-        if self.places.room < max(rows, 1) or not self._affordable(count + len(request.sizes)):
+        # While others run, there must be something to grow into, or it would soon be suspended again.
+        growth = len(request.sizes) if self.places.running else 0
+        if self.places.room < max(rows, 1) or not self._affordable(count + growth):
             return False
         pages = self.supply.take(count)
         if pages is None:
@@ -298,18 +297,32 @@ class Scheduler:
         """Suspend running requests of lower priority for the first in line."""
         if not (self.policy.priority and self.policy.preemption) or request.suspended_at == plan.number:
             return False
-        while True:
-            # Who got a place in this very tick has nothing yet that could be copied out.
-            settled = (running for running in self.places.running if running.placed_at != plan.number)
-            victim = max(settled, key=self.waiting.rank, default=None)
-            if victim is None or victim.urgent or victim.params.priority <= request.params.priority:
-                return False
-            # Pages that rest will be there without another victim.
-            if self.places.has_slot and self.supply.pool.resting:
-                return False
+        victims = [
+            other
+            for other in self.places.running
+            if not other.urgent and other.params.priority > request.params.priority and self._settled(other, plan)
+        ]
+        # Nobody is suspended in vain: all of them together must be enough.
+        if request.stage is Stage.SUSPENDED:
+            need = sum(request.sizes) + len(request.sizes)
+        else:
+            need = self.supply.prompt_need(request)
+        won = sum(len(other.own_pages()) + self._promise(other) for other in victims)
+        if not victims or not self._affordable(need - won):
+            return False
+        for victim in sorted(victims, key=self.waiting.rank, reverse=True):
             self._suspend(victim, plan)
             if self._try_admit(request, plan):
                 return True
+            if self.places.has_slot and self.supply.pool.resting:
+                # A suspended request needs pages at once, and these come free without another victim.
+                return False
+        return False
+
+    @staticmethod
+    def _settled(request: Request, plan: TickPlan) -> bool:
+        """Whether a running request has had a tick of its own since it got its place (a resumed one waits for one)."""
+        return request.placed_at < plan.number - 1
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
@@ -383,6 +396,11 @@ class Scheduler:
         cached = request.cached_tokens
         if result.end == END_NONE:
             return Tokens(request.id, (result.token,), (result.depth,), cached_tokens=cached)
+        if result.end == END_NOT_FINITE:
+            self.supply.forget_blocks(request)
+        elif request.stage is Stage.PREFILL:
+            # It ends with its first token, before the end of its last chunk was looked at.
+            self.supply.offer_blocks(request, len(request.prompt))
         self._finish(request)
         if result.end == END_NOT_FINITE:
             return Tokens(request.id, finish_reason="error", error="the model computed numbers that are not finite")

@@ -69,6 +69,20 @@ class PageSupply:
         request.offered = len(blocks)
         request.started = request.cached_tokens = len(blocks) * self.page_size
 
+    def prompt_need(self, request: Request) -> int:
+        """Pages that the whole prompt of a waiting request would take now; what is cached of it is not touched."""
+        lists, cached = self.layout.prompt_planes(request.loops), 0
+        if self.prefix is not None:
+            if request.chain is None:
+                request.chain = self.prefix.chain(request.prompt, request.loops, request.params.cache_salt)
+            cached = len(self.prefix.match(request.chain))
+        return lists * (self.pages_for(len(request.prompt)) - cached)
+
+    def forget_blocks(self, request: Request) -> None:
+        """No other request may find the blocks of this one: numbers in them are not finite."""
+        if self.prefix is not None:
+            self.prefix.forget(request.blocks.values())
+
     def forget_cached(self, request: Request) -> None:
         """Undo `find_cached` for a request that does not get its place yet."""
         self._release_blocks(request)
@@ -81,8 +95,11 @@ class PageSupply:
             return
         for index in range(request.offered, positions // self.page_size):
             block = self.prefix.insert(request.chain, index, [pages[index] for pages in request.lists])
-            if block is not None:
-                request.blocks[index] = block
+            if block is None:
+                # Another request was first. Going on below its blocks without reading them would pin them unseen.
+                request.chain = None
+                return
+            request.blocks[index] = block
             request.offered = index + 1
 
     def prompt_missing(self, request: Request, positions: int) -> int:
@@ -195,9 +212,10 @@ class PageSupply:
         request.tail = False
 
     def most_pages(self, request: Request) -> int:
-        """Pages that the request may own at most if nothing of it is cached."""
-        tokens = len(request.prompt) + request.params.max_tokens
-        return self.layout.most_pages(tokens, len(request.prompt), request.loops, self.page_size)
+        """Pages that the request may own at most, from now on, if nothing of it is cached."""
+        prompt = len(request.prompt)
+        left = 0 if request.stage is Stage.DECODE else prompt
+        return self.layout.most_pages(prompt + request.params.max_tokens, left, request.loops, self.page_size)
 
     def check_integrity(self, running: Iterable[Request]) -> None:
         """Assert that every page is in exactly one place and every block is held by those who say so."""
