@@ -75,7 +75,7 @@ def refused(response: httpx.Response) -> tuple[int, str | None, str | None, str]
             "min_loops",
             "min_loops: must be between 1 and 2, got 3",
         ),
-        ({"prompt": [5], "exit_threshold": -1}, "exit_threshold", "exit_threshold: must be at least 0, got -1.0"),
+        ({"prompt": [5], "exit_threshold": -1}, "exit_threshold", "exit_threshold: must be between 0 and 1000000, got -1.0"),
         ({"max_tokens": 5}, "prompt", "prompt is required"),
     ],
 )

@@ -47,7 +47,7 @@ HI = [{"role": "user", "content": "hi"}]
         ({"min_loops": 0}, "min_loops", "between 1 and 4"),
         ({"max_loops": 5}, "max_loops", "between 1 and 4"),
         ({"min_loops": 3, "max_loops": 2}, "min_loops", "between 1 and 2"),
-        ({"exit_threshold": -0.1}, "exit_threshold", "at least 0"),
+        ({"exit_threshold": -0.1}, "exit_threshold", "between 0 and 1000000"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream true"),
         ({"stream": True, "stream_options": {"what": 1}}, "stream_options", "what"),
         ({"stream": "yes"}, "stream", "bool"),
