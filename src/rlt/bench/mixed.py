@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlt.bench.numbers import tails_ms
+from rlt.bench.numbers import percentile, tails_ms
 from rlt.engine import Engine
 from rlt_protocols.params import SamplingParams, resolve
 
@@ -76,7 +76,7 @@ def measure(engine: Engine, load: MixedLoad) -> dict[str, Any]:
 def compare(engines: dict[str, Engine], load: MixedLoad, repeats: int) -> dict[str, Any]:
     """Run the load `repeats` times on each engine in turn; per engine the run of median rate, and the ratios.
 
-    `ratios` are the first engine's figures over the second's: tokens per second, and p99 inter-token time.
+    `ratios` are the first engine's figures over the second's, run by run: tokens per second, p99 inter-token time.
     """
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     for engine in engines.values():
@@ -91,13 +91,21 @@ def compare(engines: dict[str, Engine], load: MixedLoad, repeats: int) -> dict[s
     for name, rows in runs.items():
         ordered = sorted(rows, key=lambda row: row["tokens_per_s"])
         results[name] = ordered[len(ordered) // 2] | {"all_tokens_per_s": [row["tokens_per_s"] for row in rows]}
-    first, *others = results.values()
-    for other in others:
+    if len(runs) == 2:
+        first, other = runs.values()
         results["ratios"] = {
-            "tokens_per_s": round(first["tokens_per_s"] / other["tokens_per_s"], 3),
-            "itl_p99": round(first["itl_ms"]["p99"] / other["itl_ms"]["p99"], 3),
+            "tokens_per_s": _pairwise(first, other, lambda row: row["tokens_per_s"]),
+            "itl_p99": _pairwise(first, other, lambda row: row["itl_ms"]["p99"]),
         }
     return results
+
+
+def _pairwise(
+    first: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], figure: Callable[[dict[str, Any]], float]
+) -> dict[str, float]:
+    """Median, smallest and largest ratio of runs that followed each other, so that a drifting machine cancels out."""
+    ratios = sorted(figure(a) / figure(b) for a, b in zip(first, other, strict=True))
+    return {"median": round(percentile(ratios, 50), 3), "min": round(ratios[0], 3), "max": round(ratios[-1], 3)}
 
 
 def warm_up(engine: Engine, load: MixedLoad) -> None:
