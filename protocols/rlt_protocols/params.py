@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 MAX_STOP_STRINGS = 16
@@ -108,14 +106,8 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
     """
     if prompt_tokens < 1:
         raise ParamError("prompt", "is empty; at least one token is needed")
+    check_room(prompt_tokens, info)
     room = min(info.max_model_len, info.kv_tokens) - prompt_tokens
-    if room < 1:
-        if prompt_tokens >= info.max_model_len:
-            raise ParamError(
-                "prompt",
-                f"has {prompt_tokens} tokens; the model's context is {info.max_model_len} tokens with the output",
-            )
-        raise ParamError("prompt", f"has {prompt_tokens} tokens; the KV cache holds {info.kv_tokens} with the output")
     max_tokens = room if params.max_tokens is None else params.max_tokens
     _within("max_tokens", max_tokens, 1, None)
     if max_tokens > room:
@@ -180,6 +172,15 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
     )
 
 
+def check_room(prompt_tokens: int, info: ModelInfo, *, counted: bool = True) -> None:
+    """Raise `ParamError` if no output fits beside the prompt; not `counted`: it may have more tokens than that."""
+    has = f"has {'' if counted else 'at least '}{prompt_tokens} tokens"
+    if prompt_tokens >= info.max_model_len:
+        raise ParamError("prompt", f"{has}; the model's context is {info.max_model_len} tokens with the output")
+    if prompt_tokens >= info.kv_tokens:
+        raise ParamError("prompt", f"{has}; the KV cache holds {info.kv_tokens} with the output")
+
+
 def check_token_ids(field: str, ids: tuple[int, ...] | list[int], vocab_size: int) -> None:
     """Raise `ParamError` naming the first id outside the vocabulary."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
@@ -197,6 +198,7 @@ def _all_loops(why: str, loops: int, min_loops: int, max_loops: int, threshold: 
 
 
 def _within(field: str, value: float, low: float, high: float | None) -> None:
-    if math.isnan(value) or value < low or (high is not None and value > high):
+    # Written so that NaN fails. Not with `isnan`, which cannot take the integers of any size that JSON has.
+    if not value >= low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ParamError(field, f"must be {bounds}, got {value}")

@@ -75,8 +75,12 @@ def refused(response: httpx.Response) -> tuple[int, str | None, str | None, str]
             "min_loops",
             "min_loops: must be between 1 and 2, got 3",
         ),
-        ({"prompt": [5], "exit_threshold": -1}, "exit_threshold", "exit_threshold: must be between 0 and 1000000, got -1.0"),
-        ({"max_tokens": 5}, "prompt", "prompt is required"),
+        (
+            {"prompt": [5], "exit_threshold": -1},
+            "exit_threshold",
+            "exit_threshold: must be between 0 and 1000000, got -1.0",
+        ),
+        ({"max_tokens": 5}, "prompt", "prompt: is required"),
     ],
 )
 def test_a_bad_value_is_400(served_ids: Running, fields: dict[str, Any], param: str, message: str) -> None:

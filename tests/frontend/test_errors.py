@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from frontend.harness import TOKENIZER, error_of, served
 from rlt.text.chat import ChatTemplate
-from rlt_protocols.openai import MESSAGE_OFF, OFF
+from rlt_protocols.openai import MESSAGE_OFF, OFF, GenerationRequest
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -54,7 +55,7 @@ HI = [{"role": "user", "content": "hi"}]
         ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": [[]]}, "prompt", "empty"),
-        ({"prompt": None}, "prompt", "null"),
+        ({"prompt": None}, "prompt", "prompt: is required"),
         ({"prompt": {"a": 1}}, "prompt", "object"),
         ({"prompt": [1, "a"]}, "prompt", "list of texts"),
         ({"prompt": [True]}, "prompt", "list of texts"),
@@ -159,7 +160,28 @@ async def test_other_media_types(media_type: str | None) -> None:
         assert error_of(response)["code"] == "unsupported_media_type"
 
 
-@pytest.mark.parametrize("media_type", ["application/json; charset=utf-8", "Application/JSON", "application/x+json"])
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({"Content-Type": "application/json; charset=utf-16"}, "utf-16"),
+        ({"Content-Type": 'application/json; a=b; Charset="latin-1"'}, "latin-1"),
+        ({"Content-Type": "application/json", "Content-Encoding": "gzip"}, "gzip"),
+        ({"Content-Type": "application/json", "Content-Encoding": "x" * 5000}, "xxx"),
+    ],
+)
+async def test_other_encodings_of_a_body(headers: dict[str, str], words: str) -> None:
+    async with served() as server:
+        response = await server.http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+        assert response.status_code == 415
+        assert error_of(response)["code"] == "unsupported_media_type"
+        assert words in error_of(response)["message"]
+        assert len(response.content) < 500
+
+
+@pytest.mark.parametrize(
+    "media_type",
+    ["application/json; charset=utf-8", "Application/JSON", "application/x+json", 'application/json;charset="UTF-8"'],
+)
 async def test_json_media_types(media_type: str) -> None:
     async with served() as server:
         headers = {"Content-Type": media_type}
@@ -341,7 +363,7 @@ async def test_tokenize_and_detokenize() -> None:
             ("/tokenize", {"prompt": "x", "messages": HI}, "prompt"),
             ("/tokenize", {"prompt": 5}, "prompt"),
             ("/detokenize", {"tokens": [9999]}, "tokens"),
-            ("/detokenize", {"tokens": [10**30]}, "tokens"),
+            ("/detokenize", {"tokens": [ids[0], 10**30]}, "tokens"),
             ("/detokenize", {"tokens": [-1]}, "tokens"),
             ("/detokenize", {}, "tokens"),
             ("/detokenize", {"tokens": [], "logprobs": None}, "logprobs"),
@@ -349,6 +371,63 @@ async def test_tokenize_and_detokenize() -> None:
             response = await server.http.post(path, json=json)
             assert response.status_code == 400
             assert error_of(response)["param"] == param
+            if ids[0] in json.get("tokens", ()):
+                assert "at index 1 is not in the tokenizer" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("size", [400, 4000, 6000])
+@pytest.mark.parametrize("sign", ["", "-"])
+async def test_integers_of_any_size(size: int, sign: str) -> None:
+    number = sign + "1" + "0" * size
+    async with served() as server:
+        kinds = {field.name: field.type for field in msgspec.structs.fields(GenerationRequest)}
+        names = [name for name, kind in kinds.items() if kind in (int | None, float | None)]
+        assert len(names) >= 12
+        bodies = {name: f'{{"prompt": "x", "{name}": {number}}}' for name in names}
+        bodies |= {
+            "prompt": f'{{"prompt": [{number}]}}',
+            "stop_token_ids": f'{{"prompt": "x", "stop_token_ids": [{number}]}}',
+        }
+        for name, body in bodies.items():
+            headers = {"Content-Type": "application/json"}
+            response = await server.http.post("/v1/completions", content=body, headers=headers)
+            if name == "top_k" and not sign and response.status_code == 200:
+                continue
+            assert response.status_code == 400, (name, response.text)
+            # Python reads no number of more than 4300 digits, and then the field has no name yet.
+            assert error_of(response)["param"] == (name if size < 4300 else None)
+            assert len(error_of(response)["message"]) < 6000
+        response = await server.http.post("/detokenize", content=f'{{"tokens": [{number}]}}', headers=headers)
+        assert response.status_code == 400
+
+
+async def test_errors_do_not_repeat_what_is_long() -> None:
+    long = "x" * 500_000
+    async with served() as server:
+        for response in (
+            await server.complete(**{long: 1}),
+            await server.complete(model=long),
+            await server.chat(messages=[{"role": "user", "content": "x", long: 1}]),
+            await server.chat(messages=[{"role": "user", "content": [{"type": long}]}]),
+            await server.chat(messages=[{"role": long, "content": "x"}]),
+            await server.chat(chat_template_kwargs={long: 1}),
+            await server.complete(stream=True, stream_options={long: 1}),
+            await server.http.get("/" + "x" * 50_000),
+        ):
+            assert response.status_code in (200, 400, 404)
+            assert len(response.content) < 1000
+
+
+async def test_prompts_are_counted_before_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(value: object) -> list[Any]:
+        raise AssertionError
+
+    monkeypatch.setattr("rltd.frontend.prepare.prompts_of", look)
+    async with served() as server:
+        for prompts in ([""] * 65, [[]] * 65, ["x", 1] * 40):
+            response = await server.complete(prompt=prompts)
+            assert response.status_code == 400
+            assert "at most 64 can be queued" in error_of(response)["message"]
 
 
 async def test_request_ids() -> None:

@@ -23,7 +23,7 @@ from rlt_protocols.params import ModelInfo
 from rltd.frontend.answer import JobAnswer
 from rltd.frontend.body import read_json_body
 from rltd.frontend.engine_client import RESTART_RETRY_AFTER_S, EngineClient
-from rltd.frontend.errors import JSON, ApiError, ClientGone, internal, too_busy, unavailable
+from rltd.frontend.errors import JSON, ApiError, ClientGone, internal, shorten, too_busy, unavailable
 from rltd.frontend.metrics import Metrics
 from rltd.frontend.prepare import Preparer, check_model
 from rltd.frontend.request_id import RequestIds
@@ -165,7 +165,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """What Starlette's router refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     codes = {404: "not_found", 405: "method_not_allowed"}
-    path = request.url.path
+    path = shorten(request.url.path)
     messages = {404: f"there is nothing at {path}", 405: f"{request.method} is not allowed at {path}"}
     message = messages.get(error.status_code, error.detail)
     return ApiError(error.status_code, message, code=codes.get(error.status_code), headers=error.headers).response()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 from starlette.datastructures import Headers
 from starlette.types import Receive
@@ -18,11 +19,22 @@ async def read_json_body(headers: Headers, receive: Receive, limit: int) -> byte
     Raises `ApiError` 415, 408 or 413, the last as soon as the limit is passed: no more than `limit` bytes and one piece
     are ever held. Raises `ClientGone` when the client leaves first.
     """
-    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    media_type, _, parameters = headers.get("content-type", "").partition(";")
+    media_type = media_type.strip().lower()
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
         raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
+    charset = next((value for name, value in _parameters(parameters) if name == "charset"), "utf-8")
+    if charset not in ("utf-8", "utf8", "us-ascii"):
+        raise ApiError(415, f"the charset {charset[:100]} is not supported; send UTF-8", code="unsupported_media_type")
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"the Content-Encoding {coding[:100]} is not supported; send the body as it is",
+            code="unsupported_media_type",
+        )
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
@@ -31,6 +43,12 @@ async def read_json_body(headers: Headers, receive: Receive, limit: int) -> byte
             return await _read(receive, limit)
     except TimeoutError as error:
         raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S} seconds", code="body_timeout") from error
+
+
+def _parameters(text: str) -> Iterator[tuple[str, str]]:
+    for part in text.lower().split(";"):
+        name, _, value = part.partition("=")
+        yield name.strip(), value.strip().strip('"')
 
 
 async def _read(receive: Receive, limit: int) -> bytes:

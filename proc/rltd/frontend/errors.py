@@ -10,6 +10,8 @@ from starlette.responses import Response
 from rlt_protocols.openai import ErrorBody, ErrorDetail
 
 JSON = "application/json"
+#: Most characters of a name that an error repeats.
+MAX_SHOWN_CHARS = 100
 
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
 
@@ -40,6 +42,11 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, JSON)
+
+
+def shorten(text: str, limit: int = MAX_SHOWN_CHARS) -> str:
+    """A client's own words, short enough to be repeated."""
+    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 class ClientGone(Exception):

@@ -29,7 +29,7 @@ from rltd.link.inbox import bind_inbox
 from rltd.link.logs import configure_logging
 from rltd.link.outbox import Outboxes
 
-#: Threads that parse, render and tokenize; the library releases the interpreter lock while it tokenizes.
+#: Threads that parse, render and tokenize; only the last can take seconds, and it runs without the interpreter lock.
 WORKERS = min(4, os.cpu_count() or 1)
 
 

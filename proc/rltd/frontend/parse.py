@@ -21,11 +21,13 @@ from rlt_protocols.openai import (
     TokenizeRequest,
 )
 from rlt_protocols.params import SamplingParams
-from rltd.frontend.errors import ApiError, invalid
+from rltd.frontend.errors import MAX_SHOWN_CHARS, ApiError, invalid, shorten
 
 R = TypeVar("R", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 Prompt = str | list[int]
 
+#: Most characters of the decoder's own words, in which values of the client can be.
+MAX_REASON_CHARS = 300
 #: Taken over into `SamplingParams` as they are.
 _SAMPLING_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "include_stop_str_in_output", "skip_special_tokens"),
@@ -55,15 +57,15 @@ def parse(kind: type[R], body: bytes) -> R:
         failure = error
     # The fast way has no field name to offer: convert field by field to find it.
     for name, field in fields.items():
-        if name not in tree:
+        if tree.get(name) is None:
             if field.required:
-                raise invalid(name, f"{name} is required")
+                raise invalid(name, f"{name}: is required")
             continue
         try:
             msgspec.convert(tree[name], field.type)
         except msgspec.ValidationError as error:
-            raise invalid(name, f"{name}: {error}") from error
-    raise invalid(None, str(failure))
+            raise invalid(name, f"{name}: {shorten(str(error), MAX_REASON_CHARS)}") from error
+    raise invalid(None, shorten(str(failure), MAX_REASON_CHARS))
 
 
 def _known_fields(
@@ -75,9 +77,11 @@ def _known_fields(
         if name in fields:
             known[name] = value
         elif name not in off:
-            near = difflib.get_close_matches(name, fields, n=1, cutoff=0.8)
+            # A long name is near to none of ours, and finding that out would take long.
+            near = difflib.get_close_matches(name, fields, n=1, cutoff=0.8) if len(name) <= MAX_SHOWN_CHARS else []
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ApiError(400, f"unknown field {where}{name}{hint}", param=f"{where}{name}", code="unknown_field")
+            path = f"{where}{shorten(name)}"
+            raise ApiError(400, f"unknown field {path}{hint}", param=path, code="unknown_field")
         elif not any(_same(value, allowed) for allowed in off[name]):
             raise ApiError(
                 400, f"{where}{name} is not supported yet", param=f"{where}{name}", code="unsupported_parameter"
@@ -99,11 +103,18 @@ def _message(value: Any, where: str) -> Any:
     for index, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
-            raise invalid(f"{where}.content", f"{where}.content[{index}] has the type {kind!r}; only text is supported")
+            raise invalid(
+                f"{where}.content", f"{where}.content[{index}] has the type {shorten(kind)!r}; only text is supported"
+            )
     try:
         return msgspec.convert(message, Message)
     except msgspec.ValidationError as error:
-        raise invalid(where, f"{where}: {error}") from error
+        raise invalid(where, f"{where}: {shorten(str(error), MAX_REASON_CHARS)}") from error
+
+
+def count_prompts(value: str | list[Any]) -> int:
+    """The number of prompts of a completion, found before they are looked at."""
+    return len(value) if isinstance(value, list) and value and isinstance(value[0], str | list) else 1
 
 
 def prompts_of(value: str | list[Any]) -> list[Prompt]:

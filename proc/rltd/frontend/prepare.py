@@ -20,12 +20,13 @@ from rlt_protocols.openai import (
     Tokenized,
     TokenizeRequest,
 )
-from rlt_protocols.params import SEED_LIMIT, ModelInfo, ParamError, check_token_ids, resolve
+from rlt_protocols.params import SEED_LIMIT, ModelInfo, ParamError, check_room, check_token_ids, resolve
 from rltd.frontend.engine_client import NewChoice
-from rltd.frontend.errors import ApiError, invalid
+from rltd.frontend.errors import ApiError, invalid, shorten
 from rltd.frontend.parse import (
     Prompt,
     choices_of,
+    count_prompts,
     parse,
     prompts_of,
     sampling_of,
@@ -49,7 +50,7 @@ class Prepared(Generic[R_co]):
 class Preparer:
     """Knows the tokenizer and the chat template; either may be missing.
 
-    A request may ask for `max_answers` at most, counted before any of its prompts is tokenized.
+    A request may ask for `max_answers` at most, counted before any of its prompts is looked at.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, *, max_answers: int) -> None:
@@ -65,12 +66,13 @@ class Preparer:
         request = parse(CompletionRequest, body)
         check_model(request.model, info)
         count = choices_of(request)
+        prompt_count = count_prompts(request.prompt)
+        self._check_answers(prompt_count * count, "n" if prompt_count == 1 else "prompt")
         prompts = prompts_of(request.prompt)
-        self._check_answers(len(prompts) * count, "n" if len(prompts) == 1 else "prompt")
         choices: list[NewChoice] = []
         echoes: list[str] = []
         for prompt in prompts:
-            ids = self._encode(prompt) if isinstance(prompt, str) else prompt
+            ids = self._encode(prompt, info=info) if isinstance(prompt, str) else prompt
             choices += self._choices(request, ids, info, count, "prompt")
             echoes += [self._echo(prompt, request) if request.echo else ""] * count
         return Prepared(request, choices, echoes)
@@ -80,7 +82,8 @@ class Preparer:
         check_model(request.model, info)
         count = choices_of(request)
         self._check_answers(count, "n")
-        choices = self._choices(request, self._render(request), info, count, "messages")
+        ids = self._encode(self._render(request), add_special_tokens=False, field="messages", info=info)
+        choices = self._choices(request, ids, info, count, "messages")
         return Prepared(request, choices, [""] * count)
 
     def tokenize(self, body: bytes, info: ModelInfo) -> Tokenized:
@@ -91,7 +94,7 @@ class Preparer:
         if request.prompt is not None:
             ids = self._encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
         else:
-            ids = self._render(request)
+            ids = self._encode(self._render(request), add_special_tokens=False, field="messages")
         return Tokenized(ids, len(ids), info.max_model_len)
 
     def detokenize(self, body: bytes, info: ModelInfo) -> Detokenized:
@@ -123,25 +126,35 @@ class Preparer:
         ]
         return [NewChoice(prompt, msgspec.structs.replace(params, seed=seed)) for seed in seeds]
 
-    def _encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
+    def _encode(
+        self, text: str, *, add_special_tokens: bool = True, field: str = "prompt", info: ModelInfo | None = None
+    ) -> list[int]:
+        """Token ids of `text`. With `info`, a text that cannot fit into the context is refused before the long work."""
         if self._tokenizer is None:
             raise invalid(field, f"{field}: the model has no tokenizer; send token ids to /v1/completions")
+        if info is not None:
+            try:
+                check_room(self._tokenizer.fewest_tokens(text), info, counted=False)
+            except ParamError as error:
+                raise invalid(field, f"{field}: {error.message}") from error
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _render(self, request: ChatRequest | TokenizeRequest) -> list[int]:
-        """Token ids of a conversation, with the special tokens that the template writes and no others."""
+    def _render(self, request: ChatRequest | TokenizeRequest) -> str:
+        """The prompt text of a conversation, to be encoded without adding special tokens: the template wrote them.
+
+        The text of a message is not escaped: what spells a special token in it becomes that token.
+        """
         if not request.messages:
             raise invalid("messages", "messages: is empty; at least one message is needed")
         if self._template is None:
             raise invalid("messages", "messages: the model has no chat template; set model.chat_template to a file")
         add_prompt = not (isinstance(request, TokenizeRequest) and request.add_generation_prompt is False)
         try:
-            text = self._template.render(
+            return self._template.render(
                 template_messages(request.messages), add_generation_prompt=add_prompt, kwargs=template_options(request)
             )
         except ChatTemplateError as error:
             raise invalid("messages", f"messages: {error}") from error
-        return self._encode(text, add_special_tokens=False, field="messages")
 
     def _echo(self, prompt: Prompt, request: CompletionRequest) -> str:
         if isinstance(prompt, str):
@@ -154,14 +167,19 @@ class Preparer:
         try:
             return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         except (TokenizerError, OverflowError) as error:
-            raise invalid(field, f"{field}: {error}") from error
+            index, token_id = next((i, t) for i, t in enumerate(ids) if not self._tokenizer.has(t))
+            shown = shorten(str(token_id))
+            raise invalid(field, f"{field}: token id {shown} at index {index} is not in the tokenizer") from error
 
 
 def check_model(name: str | None, info: ModelInfo) -> None:
     """Raise `ApiError` 404 for a model that is not served."""
     if name is not None and name != info.name:
         raise ApiError(
-            404, f"the model {name!r} is not served here; {info.name!r} is", param="model", code="model_not_found"
+            404,
+            f"the model {shorten(name)!r} is not served here; {info.name!r} is",
+            param="model",
+            code="model_not_found",
         )
 
 

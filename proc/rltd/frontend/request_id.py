@@ -11,6 +11,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _HARMLESS = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
+def choose_request_id(given: str) -> str:
+    """`given`, if it can stand in a header and in the log, or a new id."""
+    return given if _HARMLESS.fullmatch(given) else uuid.uuid4().hex
+
+
 class RequestIds:
     """ASGI middleware; the id is in `scope["state"]["request_id"]` for the log and for error messages."""
 
@@ -21,8 +26,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _HARMLESS.fullmatch(given) else uuid.uuid4().hex
+        request_id = choose_request_id(Headers(scope=scope).get("x-request-id", ""))
         scope.setdefault("state", {})["request_id"] = request_id
         header = (b"x-request-id", request_id.encode())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +44,9 @@ class Tokenizer:
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
-        self._decoding = _read_decoding(json.loads(inner.to_str()).get("decoder"))
+        settings = json.loads(inner.to_str())
+        self._decoding = _read_decoding(settings.get("decoder"))
+        self._widest = _widest_token(settings, self._decoding)
         added = inner.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._pieces: dict[int, bytes] = {}
@@ -59,8 +61,14 @@ class Tokenizer:
         return self._decoding.joint
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`."""
-        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`. Other threads run meanwhile."""
+        # Of the library's ways to encode, only those for batches release the interpreter lock; this one also leaves
+        # out the offsets, which nobody asks for.
+        return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, found without encoding it; 0 when nothing is certain."""
+        return 0 if self._widest is None else -(-len(text.encode()) // self._widest)
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its own spelling."""
@@ -68,7 +76,9 @@ class Tokenizer:
 
     def has(self, token_id: int) -> bool:
         """Whether there is such a token. A model's vocabulary may be padded beyond its tokenizer's."""
-        return token_id in self._pieces or self._inner.id_to_token(token_id) is not None
+        if token_id in self._pieces:
+            return True
+        return 0 <= token_id < 1 << 32 and self._inner.id_to_token(token_id) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that this token adds in the middle of a text. Raises `TokenizerError` for an id without a token."""
@@ -153,6 +163,47 @@ def _convert_sentencepiece(directory: Path) -> tokenizers.Tokenizer:
         ) from error
     assert isinstance(inner, tokenizers.Tokenizer)
     return inner
+
+
+def _widest_token(settings: Mapping[str, Any], decoding: _Decoding) -> int | None:
+    """Most bytes of text that one token can stand for; None when that has no limit.
+
+    There is one only if no step drops or joins text: BPE that knows every byte, behind steps that only split, put
+    something in, or compose characters. Tokens for unknown words, stripped spaces and the like take in any length.
+    """
+    model, added = settings["model"], settings["added_tokens"]
+    pieces: Mapping[str, int] = model["vocab"] if model["type"] == "BPE" else {}
+    steps = _steps(settings["normalizer"], "normalizers") + _steps(settings["pre_tokenizer"], "pretokenizers")
+    if any(step["type"] == "ByteLevel" for step in steps):
+        complete = decoding.byte_level and pieces.keys() >= _BYTE_ALPHABET.keys()
+    else:
+        complete = bool(model.get("byte_fallback")) and pieces.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
+    if not complete or any(token["lstrip"] or token["rstrip"] for token in added):
+        return None
+    # Each character of a byte-level piece is one byte of the text.
+    widest = max(len(piece) if decoding.byte_level else len(piece.encode()) for piece in pieces)
+    widest = max(widest, *(len(token["content"].encode()) for token in added), 1)
+    for step in steps:
+        match step:
+            case {"type": "NFC"}:
+                # A character of 2 bytes can come from 3 characters of 3 bytes each.
+                widest *= 5
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                if len(new.encode()) < len(old.encode()):
+                    return None
+            case {"type": "Split", "behavior": behavior} if behavior != "Removed":
+                pass
+            case {"type": "ByteLevel" | "Digits" | "Metaspace" | "Prepend"}:
+                pass
+            case _:
+                return None
+    return widest
+
+
+def _steps(step: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
+    if step is None:
+        return []
+    return step[members] if step["type"] == "Sequence" else [step]
 
 
 def _read_decoding(decoder: dict[str, Any] | None) -> _Decoding:
