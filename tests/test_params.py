@@ -24,6 +24,10 @@ INFO = ModelInfo(
     kv_tokens=48,
 )
 
+#: beyond what a float can hold
+HUGE = 10**400
+INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "min_loops", "max_loops", "priority")
+
 
 def check(prompt_tokens=8, info=INFO, **given):
     return resolve(SamplingParams(**given), info, prompt_tokens, random_seed=11)
@@ -71,6 +75,17 @@ def test_errors_name_the_field(field, given, message):
     with pytest.raises(ParamError) as caught:
         check(**given)
     assert (caught.value.field, caught.value.message) == (field, message)
+
+
+@pytest.mark.parametrize("field", INTEGERS)
+@pytest.mark.parametrize("value", [HUGE, -HUGE])
+def test_integers_of_any_size_are_refused_by_name(field, value):
+    if (field, value) == ("top_k", HUGE):
+        assert check(top_k=HUGE).top_k == INFO.vocab_size, "it keeps all tokens, as every top_k of that size"
+        return
+    with pytest.raises(ParamError) as caught:
+        check(**{field: value})
+    assert caught.value.field == field
 
 
 def test_own_stop_ids_are_told_apart_from_the_models():

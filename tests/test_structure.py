@@ -37,6 +37,7 @@ TORCH_FREE = (
     "rlt.models.directory",
     "rlt.models.families",
     "rlt.models.spec",
+    "rltd.cli",
     "rltd.frontend",
     "rltd.detokenizer",
     "rltd.supervisor",

@@ -1,4 +1,4 @@
-"""What `rltd check` finds out about memory before anything is loaded."""
+"""What `rltd check` finds out about text and memory before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ class MemoryPlan:
     cache_bytes: int
     cache_tokens: int
     request_tokens: int
+
+
+def check_text(config: Config, directory: Path) -> None:
+    """Read the tokenizer and the chat template as the processes would. Raises `ModelError`."""
+    from rlt.text.chat import load_chat_template
+    from rlt.text.tokenizer import load_tokenizer
+
+    override = config.model.chat_template
+    load_tokenizer(directory)
+    load_chat_template(directory, Path(override) if override is not None else None)
 
 
 def plan_memory(config: Config, directory: Path, spec: ModelSpec) -> MemoryPlan:

@@ -116,7 +116,8 @@ class ControlRequest(msgspec.Struct, frozen=True, tag="request"):
 class ProcessStatus(msgspec.Struct, frozen=True):
     role: str
     pid: int
-    state: Literal["starting", "ready", "down", "draining"]
+    #: `hung`: ready, but has not answered for some seconds
+    state: Literal["starting", "ready", "hung", "down", "draining"]
     restarts: int
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import tomllib
 import types
@@ -20,7 +21,7 @@ from typing import Any, Literal, Union
 from rlt.errors import ConfigError
 from rlt.support import refusals
 
-LAYOUTS = r"last_exited|last_exited_copy|shared|last_step|cyclic:[1-9]\d*"
+LAYOUTS = r"last_exited|last_exited_copy|shared|last_step|cyclic:[1-9]\d{0,3}"
 
 
 def _at_least(low: float, high: float | None = None) -> dict[str, Any]:
@@ -71,7 +72,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     attention: Literal["auto", "torch"] = "auto"
     #: CPU threads of the engine; None takes all cores but one
-    cpu_threads: int | None = field(default=None, metadata=_at_least(1))
+    cpu_threads: int | None = field(default=None, metadata=_at_least(1, 1024))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ def load_config(
 
 def _read_toml(path: Path) -> tuple[dict[str, Any], str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         return tomllib.loads(text), text
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
@@ -163,9 +164,14 @@ def _read_toml(path: Path) -> tuple[dict[str, Any], str]:
         raise ConfigError([f"{path}: is not UTF-8 text"]) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([f"{path}: is not valid TOML: {error}"]) from error
+    except RecursionError as error:
+        raise ConfigError([f"{path}: is nested too deeply"]) from error
 
 
 def _parse_assignment(text: str, problems: list[str]) -> dict[str, Any] | None:
+    if len(text.splitlines()) > 1:
+        problems.append(f"--set {text!r}: must be one line; give --set once for each key")
+        return None
     key, equals, literal = text.partition("=")
     section, dot, name = key.strip().partition(".")
     if not equals or not dot or not name:
@@ -175,6 +181,9 @@ def _parse_assignment(text: str, problems: list[str]) -> dict[str, Any] | None:
         value = tomllib.loads(f"value = {literal}")["value"]
     except tomllib.TOMLDecodeError:
         value = literal.strip()
+    except RecursionError:
+        problems.append(f"--set {section}.{name}: is nested too deeply")
+        return None
     return {section: {name: value}}
 
 
@@ -251,6 +260,10 @@ def _check_value(value: Any, hint: Any, bounds: Mapping[str, Any]) -> str | None
         if not accepted:
             names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
             return f"must be {names.get(option, option.__name__)}, got {value!r}"
+        if option is str and not value.strip():
+            return "must not be empty"
+        if number and not math.isfinite(value):
+            return f"must be finite, got {value}"
         pattern = bounds.get("pattern")
         if pattern is not None and not re.fullmatch(pattern, value):
             return f"must match {pattern}, got {value!r}"

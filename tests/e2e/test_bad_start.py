@@ -145,6 +145,20 @@ def test_an_unknown_key_of_the_model(refused: Callable[..., Refusal], model: Pat
     _model_is_refused(refused, model, f"error: {config}: unknown key totl_ut_steps; did you mean total_ut_steps?")
 
 
+def test_a_chat_template_that_is_broken(refused: Callable[..., Refusal], model: Path) -> None:
+    template = model / "chat_template.jinja"
+    template.write_text("{% if %}")
+    refusal = refused("--model", str(model), "--port", "0")
+    assert (refusal.code, len(refusal.errors)) == (2, 1)
+    assert refusal.errors[0].startswith(f"error: {template}: the chat template is broken: ")
+
+
+def test_a_cache_larger_than_the_machine(refused: Callable[..., Refusal], model: Path) -> None:
+    refusal = refused("--model", str(model), "--port", "0", "--set", f"kv.pages={10**12}")
+    assert (refusal.code, len(refusal.errors)) == (2, 1)
+    assert refusal.errors[0].startswith(f"error: the KV cache of {10**12} pages has ")
+
+
 def test_a_model_that_is_nowhere(refused: Callable[..., Refusal], tmp_path: Path) -> None:
     _model_is_refused(
         refused,

@@ -24,6 +24,7 @@ from rlt_protocols.control import (
     Progress,
     Ready,
     Refused,
+    StatusQuery,
     StatusReply,
     Stop,
     ToChild,
@@ -92,6 +93,29 @@ def test_orders_that_came_before_the_watch_come_first() -> None:
         send(supervisor, *late)
         assert [orders.get(timeout=10) for _ in range(4)] == [*early, *late]
         link.close()
+
+
+def test_nothing_follows_a_stop() -> None:
+    """An order that comes while the process leaves must not reach an event loop that is closed."""
+    for early in (True, False):
+        link, supervisor = connect(lambda sock: send(sock, WELCOME))
+        with supervisor:
+            orders: list[Order] = []
+            told = threading.Event()
+
+            def take(order: Order, orders: list[Order] = orders, told: threading.Event = told) -> None:
+                orders.append(order)
+                told.set()
+
+            if early:
+                send(supervisor, Stop(), StatusQuery(1))
+            link.watch(take)
+            if not early:
+                send(supervisor, Stop(), StatusQuery(1))
+            assert told.wait(10)
+            send(supervisor, StatusQuery(2))
+            link.close()
+            assert orders == [Stop()]
 
 
 @pytest.mark.parametrize(

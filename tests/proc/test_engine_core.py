@@ -23,6 +23,7 @@ from rltd.engine_core.core import (
     Command,
     EngineCore,
     Forget,
+    Meet,
     NewRequest,
     Outgoing,
     ToDetokenizer,
@@ -100,6 +101,12 @@ def running(gate: threading.Semaphore | None = None) -> Iterator[Bench]:
 
 def names(batch: TokenBatch) -> list[str]:
     return [f"{type(item).__name__} {item.request_id}" for item in batch.items]
+
+
+def test_the_way_to_a_process_is_opened_when_it_is_up() -> None:
+    with running() as bench:
+        bench.commands.put(PeerUp("detokenizer", 0, 2))
+        assert bench.next(Meet) == Meet(Peer("detokenizer", 0, 2))
 
 
 def test_a_request_is_opened_before_its_tokens_and_each_tick_is_one_batch() -> None:
@@ -245,6 +252,7 @@ def test_the_wire_survives_garbage_and_carries_both_ways(short_dir: Path) -> Non
             bind_inbox(context, short_dir, Peer("detokenizer", 0, 2)) as detokenizer,
             bind_inbox(context, short_dir, Peer("frontend", 0, 1)) as frontend,
         ):
+            wire.emit(Meet(Peer("detokenizer", 0, 2)))
             wire.emit(ToDetokenizer(2, batch))
             wire.emit(ToFrontend(1, stats))
             wire.emit(ToSupervisor(StatusReply(1, {})))

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 
 from rlt.config import LogConfig
-from rltd.link.address import MAX_SOCKET_PATH_BYTES, AddressError, Peer, inbox_address, socket_path
+from rltd.link.address import MAX_SOCKET_PATH_BYTES, AddressError, Peer, inbox_address, inbox_path, socket_path
 from rltd.link.framing import MAX_FRAME_BYTES, FramingError, frame, read_frame, read_frame_async
 from rltd.link.inbox import bind_inbox
 from rltd.link.logs import JsonFormatter, configure_logging
@@ -101,6 +101,24 @@ def test_a_dead_generation_gets_nothing_and_its_successor_everything(short_dir: 
         assert outboxes.send("engine", 0, 4, [b"new"])
         with bind_inbox(context, short_dir, Peer("engine", 0, 4)) as inbox:
             assert inbox.recv() == b"new"
+
+
+def test_a_process_that_was_announced_is_reached_without_its_files(short_dir: Path) -> None:
+    with (
+        zmq.Context() as context,
+        Outboxes(context, short_dir) as outboxes,
+        bind_inbox(context, short_dir, ENGINE) as inbox,
+    ):
+        outboxes.connect("engine", 0, 3)
+        outboxes.send("engine", 0, 3, [b"first"])
+        assert inbox.recv() == b"first"  # connected now
+        inbox_path(short_dir, ENGINE).unlink()
+        outboxes.connect("engine", 0, 3)
+        outboxes.send("engine", 0, 3, [b"second"])
+        assert inbox.recv() == b"second"
+        outboxes.drop("engine", 0, 3)
+        outboxes.connect("engine", 0, 3)
+        assert not outboxes.send("engine", 0, 3, [b"late"])
 
 
 def test_a_send_to_a_process_that_does_not_read_never_blocks(short_dir: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from proc.running import Running
+from proc.running import Running, eventually
 from rlt_protocols import PROTOCOL_VERSION
 from rlt_protocols.codec import encode
 from rlt_protocols.control import ControlRequest, control_reply
 from rltd.control.client import ControlError, ask
 from rltd.control.main import app
 from rltd.link.framing import frame, read_frame
+from rltd.supervisor.run_dir import RunDir
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,15 @@ def test_status_for_programs_and_for_people(daemon: Callable[..., Running]) -> N
         assert "7 free, 0 used" in table.output
 
 
+def test_a_process_that_does_not_answer_is_hung(daemon: Callable[..., Running]) -> None:
+    limits = json.dumps({"ping_s": 0.1, "hung_s": 0.3, "hung_after_s": 300, "status_s": 0.1})
+    run = daemon(env={"FAKE_DETOKENIZER": "never-answers", "RLT_TEST_LIMITS": limits}).ready()
+    eventually(lambda: "hung" in {p.state for p in run.status().processes}, "it is noticed")
+    states = {p["role"]: p["state"] for p in json.loads(rltctl("status", "--json").output)["processes"]}
+    assert states == {"frontend": "ready", "engine": "ready", "detokenizer": "hung"}
+    assert "hung" in rltctl("status").output
+
+
 def test_drain_ends_the_daemon_when_nothing_runs_any_more(daemon: Callable[..., Running]) -> None:
     run = daemon().ready()
     result = rltctl("drain", "--timeout", "3")
@@ -77,10 +86,13 @@ def test_no_daemon_or_several(short_dir: Path) -> None:
         1,
         f"error: no rltd runs in {short_dir}: there is no control.sock\n",
     )
-    for pid in (os.getpid(), os.getppid()):
-        (short_dir / "rltd" / str(pid)).mkdir(parents=True)
-        (short_dir / "rltd" / str(pid) / "control.sock").touch()
+    (short_dir / "rltd").mkdir()
+    running = [RunDir(short_dir / "rltd" / name) for name in ("7", "7.1")]
+    for daemon in running:
+        (daemon.path / "control.sock").touch()
     result = rltctl("status")
+    for daemon in running:
+        daemon.remove()
     assert result.exit_code == 1
     assert result.stderr.startswith("error: 2 daemons are running; choose one with\n  --run-dir ")
     assert len(result.stderr.splitlines()) == 3

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from rlt import __version__
 from rlt.config import Config
-from rltd.main import app
+from rltd.cli import app
+from rltd.control.main import app as rltctl_app
 
 MODEL = Path(__file__).parents[1] / "data" / "golden" / "ouro-tiny"
 
@@ -54,6 +59,46 @@ def test_check_reads_the_headers_of_the_weights(tmp_path: Path) -> None:
     result = rltd("check", "--model", str(tmp_path), "--device", "cpu")
     assert result.exit_code == 2
     assert result.output.startswith(f"error: {tmp_path}/model.safetensors: is cut short")
+
+
+def copy_of(model: Path, directory: Path) -> Path:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("config.json", "[" * 100_000, "is nested too deeply"),
+        ("tokenizer.json", "[" * 100_000, "is nested too deeply"),
+        ("tokenizer.json", "{}", ""),
+        ("tokenizer_config.json", "{", "is not valid JSON"),
+        ("chat_template.jinja", "{% if %}", "the chat template is broken"),
+    ],
+)
+def test_check_reads_what_the_start_will_read(name: str, content: str, error: str, tmp_path: Path) -> None:
+    (copy_of(MODEL, tmp_path) / name).write_text(content)
+    result = rltd("check", "--model", str(tmp_path), "--device", "cpu")
+    assert result.exit_code == 2
+    assert result.output.startswith(f"error: {tmp_path}/{name}: {error}")
+
+
+def test_a_byte_order_mark_in_a_model_file_changes_nothing(tmp_path: Path) -> None:
+    config = copy_of(MODEL, tmp_path) / "config.json"
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    assert rltd("check", "--model", str(tmp_path), "--device", "cpu").exit_code == 0
+
+
+def test_check_of_what_this_machine_cannot_do() -> None:
+    for setting, error in (
+        ("server.host=203.0.113.7", "cannot listen on 203.0.113.7 (server.host): "),
+        (f"kv.pages={10**12}", f"the KV cache of {10**12} pages has "),
+        (f"kv.bytes={10**18}", "the KV cache of "),
+    ):
+        result = rltd("check", "--model", str(MODEL), "--device", "cpu", "--set", setting)
+        assert result.exit_code == 2
+        assert result.output.startswith(f"error: {error}")
 
 
 def test_check_of_a_model_that_is_not_there() -> None:
@@ -102,6 +147,39 @@ def test_a_traceback_only_with_debug(monkeypatch: pytest.MonkeyPatch, short_dir:
     assert "Traceback" not in plain.stderr
     assert "Traceback" in debug.stderr
     assert debug.stderr.splitlines()[-1] == plain.stderr.strip()
+
+
+def test_version() -> None:
+    assert rltd("--version").output == f"rltd {__version__}\n"
+    assert CliRunner().invoke(rltctl_app, ["--version"]).output == f"rltctl {__version__}\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_files_are_replaced(closed: str, tmp_path: Path) -> None:
+    """The first files that the program opens must not become its output."""
+    program = (
+        "import os, sys; from rltd.main import open_standard_files; open_standard_files(); "
+        "print('out'); print('err', file=sys.stderr); sys.stdin.read(); sys.stdout.flush(); "
+        "new = os.open('/dev/null', os.O_RDONLY); open(sys.argv[1], 'w').write(str(new))"
+    )
+    result = tmp_path / "result"
+    command = f'exec "$1" -c "$2" "$3" {closed}'
+    subprocess.run(
+        ["/bin/sh", "-c", command, "sh", sys.executable, program, str(result)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=True,
+    )
+    assert int(result.read_text()) > 2
+
+
+def test_ctrl_c_before_anything_has_started_is_quiet(short_dir: Path) -> None:
+    program = (
+        "import os, signal, sys; sys.argv = ['rltd', 'start', '--port', '0']; import rltd.supervisor.main as m; "
+        "m.create_run_dir = lambda: os.kill(os.getpid(), signal.SIGINT); from rltd.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_usage() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from proc.running import Running, eventually, living
+from rltd.supervisor.run_dir import RunDir
 
 Start = Callable[..., Running]
 
@@ -137,6 +139,15 @@ def test_a_port_in_use_is_a_usage_error_before_anything_starts(daemon: Start) ->
     assert not run.base.exists()
 
 
+def test_a_terminal_that_is_closed_drains(daemon: Start) -> None:
+    run = daemon().ready()
+    children = run.children()
+    run.process.send_signal(signal.SIGHUP)
+    assert run.wait() == 0
+    run.orders("frontend", "drain")
+    assert_nothing_left(run, children)
+
+
 def test_a_drain_has_a_limit(daemon: Start) -> None:
     run = daemon(
         "server.drain_timeout_s=0.1", env={"FAKE_FRONTEND": "never-drains", **limits(drain_grace_s=0.1)}
@@ -191,11 +202,52 @@ def test_directories_of_dead_daemons_are_removed(daemon: Start, short_dir: Path)
     dead = base / "99999999"
     dead.mkdir()
     (dead / "engine0.0").touch()
-    mine = base / str(os.getpid())
-    mine.mkdir()
+    # In another container the same number may be alive, or not: the lock counts and not the number.
+    ours = base / str(os.getpid())
+    ours.mkdir()
+    living_one = RunDir(base / "99999998")
     daemon().ready()
     assert not dead.exists()
-    assert mine.exists()
+    assert not ours.exists()
+    assert living_one.is_own()
+    living_one.remove()
+
+
+def test_a_removed_run_directory_ends_the_daemon(daemon: Start) -> None:
+    run = daemon(env=limits(run_dir_s=0.05)).ready()
+    children = run.children()
+    shutil.rmtree(run.run_dir)
+    assert run.wait() == 1
+    assert f"error: the run directory {run.run_dir} was removed while rltd was running; rltd ends" in run.text
+    assert "Traceback" not in run.text
+    assert_nothing_left(run, children)
+
+
+def states(run: Running) -> dict[str, str]:
+    return {process.role: process.state for process in run.status().processes}
+
+
+def test_a_process_that_hangs_is_shown_and_restarted(daemon: Start) -> None:
+    run = daemon(env=limits(ping_s=0.1, hung_s=0.3, hung_after_s=3, status_s=0.1)).ready()
+    pid = run.pid("detokenizer")
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: states(run)["detokenizer"] == "hung", "the status tells of it")
+    why = "it had not answered for 3 s"
+    run.line(rf"^the detokenizer \(pid {pid}\) was killed by SIGKILL: {why}; restarting it in 0.1 s$")
+    run.line("all processes are ready again")
+    after = eventually(run.all_ready, "all ready")
+    assert {p.role: p.restarts for p in after.processes} == {role: int(role == "detokenizer") for role in ROLES}
+    assert states(run)["detokenizer"] == "ready"
+
+
+def test_a_process_that_answers_late_is_left_alone(daemon: Start) -> None:
+    run = daemon(env=limits(ping_s=0.1, hung_s=0.2, hung_after_s=60, status_s=0.1)).ready()
+    pid = run.pid("frontend")
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: states(run)["frontend"] == "hung", "the status tells of it")
+    os.kill(pid, signal.SIGCONT)
+    eventually(lambda: states(run)["frontend"] == "ready", "it answers again")
+    assert run.pid("frontend") == pid
 
 
 def test_a_base_directory_open_to_others_is_refused(daemon: Start, short_dir: Path) -> None:

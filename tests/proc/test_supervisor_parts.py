@@ -35,12 +35,26 @@ def test_a_healthy_life_is_a_new_beginning() -> None:
 
 def test_run_directory_prefers_the_session_directory(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_dir))
-    path = create_run_dir()
+    mine = create_run_dir()
+    path = mine.path
     assert path == short_dir / "rltd" / str(os.getpid())
     (path / "control.sock").touch()
     assert live_run_dirs()[0] == path
-    (path / "engine0.0").touch()  # left by an earlier process with our pid
-    assert list(create_run_dir().iterdir()) == []
+    # A daemon of another container may have our pid, too.
+    other = create_run_dir()
+    assert other.path == path.with_name(f"{os.getpid()}.1")
+    assert (mine.is_own(), other.is_own()) == (True, True)
+    other.remove()
+    (path / "engine0.0").touch()
+    (path / "lock").unlink()  # without a lock it is what an earlier process with our pid left
+    assert not mine.is_own()
+    again = create_run_dir()
+    assert again.path == path
+    assert [entry.name for entry in path.iterdir()] == ["lock"]
+    mine.remove()  # not its own any more
+    assert again.is_own()
+    again.remove()
+    assert not path.exists()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_dir / "missing"))
     assert run_dir_module.base_directories() == [Path(f"/tmp/rltd-{os.getuid()}")]
 

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders
+from tokenizers import decoders, normalizers, processors
 
 from rlt.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from text import small_tokenizers as samples
@@ -120,3 +120,67 @@ def test_a_sentencepiece_file_that_cannot_be_converted_says_what_to_do(tmp_path:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(TokenizerError, match=r"tokenizer\.model"):
         load_tokenizer(tmp_path)
+
+
+@given(st.text("abé日🎉 hworld<>!|end\n\u0301", max_size=30), st.booleans())
+@settings(deadline=None)
+def test_encoding_is_the_librarys_own(text: str, special: bool) -> None:
+    for inner in (BYTE_LEVEL, SENTENCEPIECE, WORDS, METASPACE):
+        got = OURS[id(inner)].encode(text, add_special_tokens=special)
+        assert got == inner.encode(text, add_special_tokens=special).ids
+
+
+def test_encoding_adds_the_tokens_of_the_post_processor() -> None:
+    inner = samples.byte_level()
+    inner.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
+    tokenizer = Tokenizer(inner)
+    for text in ("hello", "hello<|user|>hello", ""):
+        for special in (True, False):
+            ids = inner.encode(text, add_special_tokens=special).ids
+            assert tokenizer.encode(text, add_special_tokens=special) == ids
+            assert (ids[:1] == [0]) is special
+
+
+def _composing() -> tokenizers.Tokenizer:
+    inner = samples.byte_level()
+    inner.normalizer = normalizers.NFC()
+    return inner
+
+
+COMPOSING = Tokenizer(_composing())
+
+
+@given(st.text("abé日🎉 hworld\n\u0301\u0390\u1fbe\u0308\u0341\u212a\u1fef", max_size=60))
+@settings(deadline=None)
+def test_a_text_has_at_least_the_tokens_that_are_certain(text: str) -> None:
+    for tokenizer in (OURS[id(BYTE_LEVEL)], OURS[id(SENTENCEPIECE)], COMPOSING):
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+
+
+def test_certain_tokens_come_from_the_longest_piece() -> None:
+    longest = max(len(Tokenizer(BYTE_LEVEL).token_bytes(i)) for i in range(BYTE_LEVEL.get_vocab_size()))
+    text = "1" * 1000
+    assert OURS[id(BYTE_LEVEL)].fewest_tokens(text) == -(-1000 // longest)
+    assert OURS[id(SENTENCEPIECE)].fewest_tokens(text) > 50
+    assert COMPOSING.fewest_tokens("") == 0
+
+
+def _changed(change: Callable[[tokenizers.Tokenizer], object]) -> tokenizers.Tokenizer:
+    inner = samples.byte_level()
+    change(inner)
+    return inner
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        WORDS,
+        METASPACE,
+        _changed(lambda inner: setattr(inner, "normalizer", normalizers.Strip())),
+        _changed(lambda inner: setattr(inner, "normalizer", normalizers.Replace("  ", " "))),
+        _changed(lambda inner: setattr(inner, "normalizer", normalizers.Replace(tokenizers.Regex(" +"), " "))),
+        _changed(lambda inner: inner.add_tokens([tokenizers.AddedToken("<s>", lstrip=True)])),
+    ],
+)
+def test_nothing_is_certain_where_a_token_can_take_in_any_text(inner: tokenizers.Tokenizer) -> None:
+    assert Tokenizer(inner).fewest_tokens(" " * 100_000) == 0

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import msgspec
 import typer
 
+from rlt import __version__
 from rlt.errors import RltError
 from rlt_protocols.control import ControlReply
 from rltd.control import client
@@ -26,6 +27,22 @@ RunDirOption = Annotated[
 ]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rltctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def status(
     run_dir: RunDirOption = None,
@@ -37,8 +54,8 @@ def status(
     except RltError as error:
         _fail(error)
     if as_json:
-        fields = {name: getattr(reply, name) for name in ("processes", "requests", "kv", "loops_per_token")}
-        print(json.dumps(msgspec.to_builtins(fields)))
+        fields = {name: getattr(reply, name) for name in ("requests", "kv", "loops_per_token")}
+        print(json.dumps({"processes": msgspec.to_builtins(reply.processes), **msgspec.to_builtins(fields)}))
     else:
         _show(reply)
 

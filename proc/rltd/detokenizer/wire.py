@@ -11,7 +11,7 @@ from types import TracebackType
 import zmq
 
 from rlt_protocols.codec import ProtocolError, encode
-from rlt_protocols.control import FromChild, PeerDown, StatusQuery, StatusReply, Stop
+from rlt_protocols.control import FromChild, PeerDown, PeerUp, StatusQuery, StatusReply, Stop
 from rlt_protocols.engine import AbortRequest
 from rlt_protocols.text import TextBatch, detokenizer_inbox
 from rltd.detokenizer.detokenizer import Detokenizer
@@ -68,6 +68,8 @@ class DetokenizerWire:
             except Empty:
                 return True
             match order:
+                case PeerUp(role, index, generation):
+                    self._outboxes.connect(role, index, generation)
                 case PeerDown(role, index, generation):
                     detokenizer.on_peer_down(order)
                     self._outboxes.drop(role, index, generation)

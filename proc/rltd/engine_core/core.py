@@ -70,13 +70,20 @@ class ToSupervisor:
 
 
 @dataclass(frozen=True, slots=True)
+class Meet:
+    """Open the way to this process, which is up."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """Close what is open towards this dead process."""
 
     peer: Peer
 
 
-Outgoing = ToDetokenizer | ToFrontend | ToSupervisor | Forget
+Outgoing = ToDetokenizer | ToFrontend | ToSupervisor | Meet | Forget
 
 
 class EngineCore:
@@ -147,16 +154,18 @@ class EngineCore:
             case AbortRequest(request_ids):
                 for request_id in request_ids:
                     self._abort(request_id)
-            case PeerUp(role="frontend", generation=generation):
-                self._frontend = generation
-                self._changed = True
+            case PeerUp(role, index, generation):
+                self._emit(Meet(Peer(role, index, generation)))
+                if role == "frontend":
+                    self._frontend = generation
+                    self._changed = True
             case PeerDown(role, index, generation):
                 self._peer_down(Peer(role, index, generation))
             case StatusQuery(query):
                 self._emit(ToSupervisor(self._status(query)))
             case Stop():
                 self._stopped = True
-            case PeerUp() | Drain():
+            case Drain():
                 pass
 
     def _add(self, header: AddRequest, prompt: list[int]) -> None:

@@ -12,7 +12,7 @@ import zmq
 from rlt_protocols.codec import ProtocolError, encode, unpack_ids
 from rlt_protocols.control import StatusReply
 from rlt_protocols.engine import AbortRequest, AddRequest, engine_inbox
-from rltd.engine_core.core import Command, Forget, NewRequest, Outgoing, ToDetokenizer, ToFrontend, ToSupervisor
+from rltd.engine_core.core import Command, Forget, Meet, NewRequest, Outgoing, ToDetokenizer, ToFrontend, ToSupervisor
 from rltd.link.address import Peer
 from rltd.link.inbox import bind_inbox
 from rltd.link.outbox import Outboxes
@@ -81,5 +81,7 @@ class EngineWire:
                         outboxes.send("frontend", 0, generation, [encode(stats)])
                     case ToSupervisor(reply):
                         self._report(reply)
+                    case Meet(peer):
+                        outboxes.connect(peer.role, peer.index, peer.generation)
                     case Forget(peer):
                         outboxes.drop(peer.role, peer.index, peer.generation)

@@ -17,6 +17,7 @@ from rlt.errors import RltError
 from rlt.models.directory import resolve_model
 from rlt.text.chat import load_chat_template
 from rlt.text.tokenizer import load_tokenizer
+from rlt_protocols.control import PeerUp
 from rltd.frontend.app import Api
 from rltd.frontend.engine_client import EngineClient
 from rltd.frontend.inbox import InboxReader
@@ -88,8 +89,14 @@ async def _serve(link: ChildLink, preparer: Preparer) -> None:
         frontend = Frontend(client, link.send, stop_serving)
         reader = InboxReader(inbox, frontend.on_message)
 
+        def carry_out(order: Order) -> None:
+            if isinstance(order, PeerUp):
+                # At once: a first message must not depend on a run directory that may be gone by then.
+                outboxes.connect(order.role, order.index, order.generation)
+            frontend.on_order(order)
+
         def on_order(order: Order) -> None:
-            loop.call_soon_threadsafe(frontend.on_order, order)
+            loop.call_soon_threadsafe(carry_out, order)
 
         link.watch(on_order)
         link.ready()

@@ -65,6 +65,7 @@ class ChildLink:
         self._handler: Callable[[Order], None] | None = None
         self._backlog: list[Order] = []
         self._closing = False
+        self._stopping = False
         threading.Thread(target=self._read_until_end, name="supervisor-link", daemon=True).start()
 
     @classmethod
@@ -113,10 +114,14 @@ class ChildLink:
         self.send(Fatal(message, usage))
 
     def watch(self, handler: Callable[[Order], None]) -> None:
-        """Give every order, those that came earlier included, to `handler`, which runs on the reader thread."""
+        """Give every order, those that came earlier included, to `handler`, which runs on the reader thread.
+
+        A `Stop` is the last one.
+        """
         with self._watch_lock:
             for order in self._backlog:
                 handler(order)
+            self._stopping = any(isinstance(order, Stop) for order in self._backlog)
             self._backlog.clear()
             self._handler = handler
 
@@ -143,8 +148,10 @@ class ChildLink:
             with self._watch_lock:
                 if self._handler is None:
                     self._backlog.append(order)
-                else:
+                elif not self._stopping:
                     self._handler(order)
+                    # The process leaves now: who took the orders, e.g. an event loop, may be closed at the next one.
+                    self._stopping = isinstance(order, Stop)
 
     def _leave(self) -> None:
         shutil.rmtree(self.welcome.run_dir, ignore_errors=True)

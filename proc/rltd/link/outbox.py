@@ -1,4 +1,4 @@
-"""The sending side of the inboxes: PUSH sockets, opened on first use."""
+"""The sending side of the inboxes: PUSH sockets, opened when a process is announced."""
 
 from __future__ import annotations
 
@@ -29,12 +29,16 @@ class Outboxes:
         """Queue `frames` as one message; False when that generation is known to be dead."""
         if generation <= self._dead.get((role, index), -1):
             return False
-        peer = Peer(role, index, generation)
-        socket = self._sockets.get(peer)
-        if socket is None:
-            socket = self._sockets[peer] = self._connect(peer)
-        socket.send_multipart(frames, flags=zmq.DONTWAIT)
+        self._open(Peer(role, index, generation)).send_multipart(frames, flags=zmq.DONTWAIT)
         return True
+
+    def connect(self, role: Role, index: int, generation: int) -> None:
+        """Open the socket to a process that is up, before there is something to send.
+
+        From then on a message reaches it also when its socket's file is gone. Without this call the first send opens.
+        """
+        if generation > self._dead.get((role, index), -1):
+            self._open(Peer(role, index, generation))
 
     def drop(self, role: Role, index: int, generation: int) -> None:
         """Close the sockets of this generation and older ones; later sends to them do nothing."""
@@ -47,8 +51,10 @@ class Outboxes:
             socket.close(linger=0)
         self._sockets.clear()
 
-    def _connect(self, peer: Peer) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.PUSH)
+    def _open(self, peer: Peer) -> zmq.Socket[bytes]:
+        if peer in self._sockets:
+            return self._sockets[peer]
+        socket = self._sockets[peer] = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.connect(inbox_address(self._run_dir, peer))

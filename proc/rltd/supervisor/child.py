@@ -39,6 +39,9 @@ class Child:
         self.ready_at_s: float | None = None
         #: message for the user and whether it is a usage error
         self.failure: tuple[str, bool] | None = None
+        #: pings in a row without an answer
+        self.missed_pings = 0
+        self._ping: int | None = None
         self._process = process
         self._link = link
         self._writer: asyncio.StreamWriter | None = None
@@ -139,6 +142,15 @@ class Child:
         finally:
             del self._queries[query]
 
+    def ping(self) -> int:
+        """Ask for a sign of life, unless the last question is open; return how many times in a row it was."""
+        if self._ping is not None:
+            self.missed_pings += 1
+        else:
+            self._ping = next(self._query_ids)
+            self.send(StatusQuery(self._ping))
+        return self.missed_pings
+
     def kill(self) -> None:
         """SIGKILL the process and everything in its session's process group."""
         with suppress(ProcessLookupError, PermissionError):
@@ -161,6 +173,8 @@ class Child:
             while (data := await read_frame_async(reader)) is not None:
                 message = from_child.decode(data)
                 if isinstance(message, StatusReply):
+                    if message.query == self._ping:
+                        self._ping, self.missed_pings = None, 0
                     answer = self._queries.get(message.query)
                     if answer is not None and not answer.done():
                         answer.set_result(message.values)

@@ -97,11 +97,13 @@ class ControlServer:
         )
 
     def _process(self, slot: Slot) -> ProcessStatus:
-        state: Literal["starting", "ready", "down", "draining"]
+        state: Literal["starting", "ready", "hung", "down", "draining"]
         if slot.child is None or slot.child.exited.is_set():
             state = "down"
         elif not slot.child.is_ready:
             state = "starting"
+        elif self._supervisor.is_hung(slot.child):
+            state = "hung"
         else:
             state = "draining" if self._supervisor.is_ending else "ready"
         return ProcessStatus(slot.role, slot.child.pid if slot.child is not None else 0, state, slot.generation)

@@ -12,12 +12,20 @@ BACKLOG = 2048
 
 def bind_http(host: str, port: int) -> socket.socket:
     """Return a listening TCP socket; raises `ConfigError` with one line that names the address."""
-    where = f"{host}:{port} (server.host, server.port)"
+    return _bind(host, port, f"{host}:{port} (server.host, server.port)")
+
+
+def check_host(host: str) -> None:
+    """Raise `ConfigError` when `host` is no address of this machine."""
+    _bind(host, 0, f"{host} (server.host)").close()
+
+
+def _bind(host: str, port: int, where: str) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (socket.gaierror, UnicodeError) as error:
+    except (OSError, UnicodeError, ValueError) as error:
         raise ConfigError([f"cannot listen on {where}: the host is not known: {error}"]) from error
     listener = socket.socket(family, kind, protocol)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 
 from rlt.config import Config
 from rltd.supervisor import banner
@@ -47,6 +46,6 @@ def serve(config: Config, *, commands: Commands = COMMANDS, limits: Limits | Non
                 printer.say(line)
             return asyncio.run(run())
         finally:
-            shutil.rmtree(run_dir, ignore_errors=True)
+            run_dir.remove()
             notifier.close()
             printer.close()

@@ -25,6 +25,14 @@ class Limits:
     output_grace_s: float = 1.0
     #: how long a child may take to answer a status query
     status_s: float = 1.0
+    #: between two looks whether the run directory is still there
+    run_dir_s: float = 1.0
+    #: between two questions to a ready child whether it still answers
+    ping_s: float = 2.5
+    #: silence after which a child is shown as hung
+    hung_s: float = 5.0
+    #: silence after which it is killed; an engine answers between two ticks only
+    hung_after_s: float = 30.0
 
 
 class Backoff:

@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
+import re
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlt.errors import RltError
 from rltd.link.address import AddressError, Peer, inbox_path, socket_path
 
 CONTROL_SOCKET = "control.sock"
+#: The daemon holds an flock on this file as long as it lives: process ids mean nothing across containers.
+LOCK_FILE = "lock"
+
+_NAME = re.compile(r"\d+(\.\d+)?")
 
 
 class RunDirError(RltError):
     """The run directory cannot be used."""
+
+
+class RunDir:
+    """The run directory of this process, and the lock that says that it lives."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the directory; it must not exist."""
+        path.mkdir(mode=0o700)
+        self.path = path
+        self._lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def is_own(self) -> bool:
+        """Whether the directory is still there and not another daemon's."""
+        try:
+            return os.path.samestat(os.stat(self.path / LOCK_FILE), os.fstat(self._lock))
+        except OSError:
+            return False
+
+    def remove(self) -> None:
+        if self.is_own():
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
 
 
 def base_directories() -> list[Path]:
@@ -26,25 +58,27 @@ def base_directories() -> list[Path]:
     return bases
 
 
-def create_run_dir() -> Path:
-    """Make `<base>/<pid>` with mode 0700 and remove what dead daemons left beside it."""
+def create_run_dir() -> RunDir:
+    """Make `<base>/<pid>` with mode 0700 and remove what dead daemons left beside it.
+
+    A daemon with the same process id may live in another container: then it is `<base>/<pid>.1`.
+    """
     base = base_directories()[0]
     try:
         base.mkdir(mode=0o700, exist_ok=True)
         _check_private(base)
-        remove_stale(base)
-        run_dir = base / str(os.getpid())
-        # A directory of our own pid is from an earlier process with that pid.
-        shutil.rmtree(run_dir, ignore_errors=True)
-        run_dir.mkdir(mode=0o700)
-        # The longest name that will be needed, so that a path that is too long shows now and not at a restart.
-        inbox_path(run_dir, Peer("frontend", 99, 99999))
+        with _locked(base):
+            remove_stale(base)
+            pid = os.getpid()
+            names = itertools.chain([f"{pid}"], (f"{pid}.{number}" for number in itertools.count(1)))
+            path = next(base / name for name in names if not (base / name).exists())
+            # The longest name that will be needed, so that a path that is too long shows now and not at a restart.
+            inbox_path(path, Peer("frontend", 99, 99999))
+            return RunDir(path)
     except OSError as error:
         raise RunDirError(f"the run directory {base} cannot be made: {error.strerror}") from error
     except AddressError as error:
-        shutil.rmtree(run_dir, ignore_errors=True)
         raise RunDirError(str(error)) from error
-    return run_dir
 
 
 def control_path(run_dir: Path) -> Path:
@@ -58,24 +92,43 @@ def live_run_dirs() -> list[Path]:
         for base in base_directories()
         if base.is_dir()
         for entry in sorted(base.iterdir())
-        if entry.name.isdigit() and _alive(int(entry.name)) and (entry / CONTROL_SOCKET).exists()
+        if _NAME.fullmatch(entry.name) and _alive(entry) and (entry / CONTROL_SOCKET).exists()
     ]
 
 
 def remove_stale(base: Path) -> None:
     for entry in base.iterdir():
-        if entry.name.isdigit() and not _alive(int(entry.name)):
+        if _NAME.fullmatch(entry.name) and not _alive(entry):
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _alive(pid: int) -> bool:
+def _alive(run_dir: Path) -> bool:
+    """Whether a daemon holds the directory's lock. What cannot be found out counts as alive."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        lock = os.open(run_dir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    except PermissionError:
-        pass  # exists, of another user
-    return True
+    except OSError:
+        return True
+    try:
+        # Shared, so that two who ask do not take each other for the daemon.
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+@contextmanager
+def _locked(base: Path) -> Iterator[None]:
+    """Keep other daemons that start out, so that none takes our directory for a dead one's before it is locked."""
+    directory = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
 
 
 def _check_private(base: Path) -> None:

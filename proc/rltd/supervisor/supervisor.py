@@ -39,6 +39,7 @@ from rltd.supervisor.listen import url_of
 from rltd.supervisor.notify import Notifier
 from rltd.supervisor.output import Printer
 from rltd.supervisor.restart import Backoff, Limits
+from rltd.supervisor.run_dir import RunDir
 from rltd.supervisor.slot import COMMANDS, Commands, Ending, Slot
 
 
@@ -49,7 +50,7 @@ class Supervisor:
         self,
         config: Config,
         http: socket.socket,
-        run_dir: Path,
+        run_dir: RunDir,
         *,
         printer: Printer,
         notifier: Notifier,
@@ -57,7 +58,7 @@ class Supervisor:
         limits: Limits,
     ) -> None:
         self.config = config
-        self.run_dir = run_dir
+        self._run_dir = run_dir
         self.limits = limits
         self.slots = [Slot(role, 0, Backoff(limits)) for role in commands]
         #: set when nothing runs any more
@@ -76,17 +77,27 @@ class Supervisor:
     async def run(self) -> int:
         """Run until a signal, a drain or a failure ends the daemon."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
         async with asyncio.TaskGroup() as group:
             for slot in self.slots:
                 group.create_task(self._keep(slot))
-            watchdog = group.create_task(self._feed_watchdog())
+            watches = [
+                group.create_task(watch()) for watch in (self._feed_watchdog, self._watch_run_dir, self._watch_children)
+            ]
             ending = await self._ending
             self._notifier.send("STOPPING=1", "STATUS=stopping")
             code = await self._end(ending)
-            watchdog.cancel()
+            for watch in watches:
+                watch.cancel()
         return code
+
+    @property
+    def run_dir(self) -> Path:
+        return self._run_dir.path
 
     @property
     def is_ending(self) -> bool:
@@ -264,6 +275,29 @@ class Supervisor:
             act(child)
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*(child.exited.wait() for child in living)), timeout_s)
+
+    async def _watch_run_dir(self) -> None:
+        """End the daemon when its directory is gone: processes that start would find no way to the others."""
+        while self._run_dir.is_own():
+            await asyncio.sleep(self.limits.run_dir_s)
+        self.fail(f"the run directory {self.run_dir} was removed while rltd was running; rltd ends", 1)
+
+    async def _watch_children(self) -> None:
+        """Kill a ready process that has not answered for long, so that it is restarted like any dead one.
+
+        Silence is counted in pings and not by the clock: a supervisor that was stopped itself accuses nobody.
+        """
+        limits = self.limits
+        while not self._ending.done():
+            for child in self.ready_children():
+                if child.ping() * limits.ping_s >= limits.hung_after_s:
+                    child.failure = (f"it had not answered for {limits.hung_after_s:g} s", False)
+                    child.kill()
+            await asyncio.sleep(limits.ping_s)
+
+    def is_hung(self, child: Child) -> bool:
+        """Whether a ready process has not answered for so long that users should know."""
+        return child.missed_pings * self.limits.ping_s >= self.limits.hung_s
 
     async def _feed_watchdog(self) -> None:
         """Tell systemd that all is well as long as every ready process answers in time."""

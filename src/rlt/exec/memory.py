@@ -23,7 +23,7 @@ def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
 def plan_pages(kv: KvConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
     """Number of pages for `kv` on `device`, counted after the weights are loaded.
 
-    Raises `MemoryPlanError` when not even one page per loop fits.
+    Raises `MemoryPlanError` when not even one page per loop fits, or when they are more than the device could hold.
     """
     size = page_bytes(spec, kv.page_size, dtype)
     if kv.pages is not None:
@@ -37,7 +37,19 @@ def plan_pages(kv: KvConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.
             f"the KV cache gets {pages} pages of {size} bytes; at least {spec.loops} are needed, one per loop "
             "(raise kv.pages, kv.bytes or kv.memory_fraction)"
         )
+    total = _total_bytes(device)
+    if pages * size > total:
+        raise MemoryPlanError(
+            f"the KV cache of {pages} pages has {pages * size} bytes; {device} has {total} bytes of memory in all "
+            "(lower kv.pages or kv.bytes)"
+        )
     return pages
+
+
+def _total_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _default_bytes(fraction: float | None, device: torch.device) -> int:

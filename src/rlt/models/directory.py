@@ -86,13 +86,18 @@ def weight_index(directory: Path) -> dict[str, str]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises `ModelError` naming the file."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        # Some editors put a byte order mark in front, which changes nothing.
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ModelError(f"{path}: is not UTF-8 text") from error
     except json.JSONDecodeError as error:
         raise ModelError(f"{path}: is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ModelError(f"{path}: is nested too deeply") from error
+    except ValueError as error:  # e.g. an integer of more digits than Python reads
+        raise ModelError(f"{path}: cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path}: must hold a JSON object")
     return data

@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlt.errors import ModelError
+from rlt.models.directory import read_json
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
@@ -164,12 +165,4 @@ def _read_text(path: Path) -> str:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path}: is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: must hold a JSON object")
-    return data
+    return read_json(path) if path.is_file() else {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlt.config import load_config
 from rlt.errors import RltError
-from rltd.main import _explain
+from rltd.cli import _explain
 from rltd.supervisor.main import serve
 from rltd.supervisor.restart import Limits
 
