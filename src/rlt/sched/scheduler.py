@@ -2,7 +2,10 @@
 
 Every tick runs all decode rows, each at its own loop, and fills the rest of the row budget with prompt chunks, each
 at its own loop. Requests enter, leave, are suspended and come back at any tick. Planning may run ahead of the results
-by `max_lag` ticks: everything here holds for whatever the ticks under way turn out to do.
+by some ticks: everything here holds for whatever the ticks under way turn out to do.
+
+Longer than most files here: supply, preemption, admission and results change the same promises about pages and rows,
+and are easier to hold against each other in one place.
 """
 
 from __future__ import annotations
