@@ -55,8 +55,8 @@ class Block:
 class PrefixCache:
     """Holds the blocks. Readers are counted, not known: requests remember which blocks they hold.
 
-    A request whose block was refused by `insert`, because another request had inserted an equal one, keeps its own
-    pages and inserts deeper blocks below the equal one *without reading it*. So a block without readers may have
+    A caller whose block was refused by `insert`, because another had inserted an equal one, keeps its own pages, and
+    could insert deeper blocks below the equal one *without reading it* (the engine does not: it stops offering). So a block without readers may have
     descendants with readers; `Block.pins` carries that fact upwards. The blocks with `pins == 0` are closed under
     "descendant of", so all of them can be evicted, leaves first, and `evictable` is the sum of their spare pages.
     """
@@ -116,7 +116,10 @@ class PrefixCache:
 
         Returns the new block: its pages are the cache's now, and the caller is its reader. Or None: the pages stay the
         caller's, because an equal block is there already, or because the block before it is not (only possible when
-        that one was refused too: the caller would read it otherwise). After a None, go on with the next block.
+        that one was refused too: the caller would read it otherwise).
+
+        A caller that is refused should offer no more: below a block that it does not read, its own would pin pages
+        that others count as evictable.
         """
         key = chain.keys[index]
         parent = self._blocks.get(chain.keys[index - 1]) if index else None
