@@ -56,9 +56,10 @@ class PrefixCache:
     """Holds the blocks. Readers are counted, not known: requests remember which blocks they hold.
 
     A caller whose block was refused by `insert`, because another had inserted an equal one, keeps its own pages, and
-    could insert deeper blocks below the equal one *without reading it* (the engine does not: it stops offering). So a block without readers may have
-    descendants with readers; `Block.pins` carries that fact upwards. The blocks with `pins == 0` are closed under
-    "descendant of", so all of them can be evicted, leaves first, and `evictable` is the sum of their spare pages.
+    could insert deeper blocks below the equal one *without reading it* (the engine does not: it stops offering). So a
+    block without readers may have descendants with readers; `Block.pins` carries that fact upwards. The blocks with
+    `pins == 0` are closed under "descendant of", so all of them can be evicted, leaves first, and `evictable` is the
+    sum of their spare pages.
     """
 
     def __init__(self, pool: PagePool, page_size: int, fingerprint: str, layout: str) -> None:
