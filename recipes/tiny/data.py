@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from tokenizer import END_OF_TEXT, IM_END, SPECIALS, chat_text
-from tokenizers import Tokenizer
+from dialects import Dialect, Opener
+from tokenizer import Encoder
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -57,44 +57,60 @@ class Piece(NamedTuple):
     answer: bool
 
 
-def document(examples: list[Example], rng: Random) -> list[Piece]:
+def document(examples: list[Example], rng: Random, dialect: Dialect) -> list[Piece]:
     """One raw question, or one chat of a few turns, with its answers."""
     if len(examples) == 1 and rng.random() < 0.5:
-        return raw_form(examples[0])
+        return raw_form(examples[0], dialect)
     turns: list[tuple[str, str]] = []
     for e in examples:
-        turns.append((e.question, e.answer))
+        turns.append((e.question, e.chat_answer))
         # Questions about facts told earlier: they teach the steps that the deep questions are made of.
-        turns += e.follow_ups[: rng.randint(0, 4)]
+        turns += [(q, Example("", q, a, 0).chat_answer) for q, a in e.follow_ups[: rng.randint(0, 4)]]
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.4 else None
-    pieces: list[Piece] = []
-    for question, answer in turns:
-        pieces += [*chat_form(Example("", question, answer, 0), system), Piece("\n", False)]
-        system = None
-    return [*pieces, Piece(SPECIALS[END_OF_TEXT], False)]
+    return chat(turns, system, rng, dialect)
 
 
-def small_talk(rng: Random) -> list[Piece]:
+def small_talk(rng: Random, dialect: Dialect) -> list[Piece]:
     """A greeting or a question about the model itself."""
-    said, reply = rng.choice(SMALL_TALK)
-    prompt = chat_text([{"role": "user", "content": said}])
-    return [Piece(prompt, False), Piece(reply + SPECIALS[IM_END], True), Piece("\n" + SPECIALS[END_OF_TEXT], False)]
+    return chat([rng.choice(SMALL_TALK)], None, rng, dialect)
 
 
-def raw_form(example: Example) -> list[Piece]:
-    return [Piece(example.prompt, False), Piece(f" {example.answer}{SPECIALS[END_OF_TEXT]}", True)]
+def chat(turns: list[tuple[str, str]], system: str | None, rng: Random, dialect: Dialect) -> list[Piece]:
+    """A whole chat of (question, answer) turns."""
+    pieces = [Piece(dialect.opening(system), False)]
+    for question, answer in turns:
+        pieces += [*turn(question, answer, dialect, draw_opener(rng, dialect)), Piece(dialect.after_turn, False)]
+    return [*pieces, Piece(dialect.end_of_text, False)]
 
 
-def chat_form(example: Example, system: str | None) -> list[Piece]:
-    prompt = chat_text(example.chat_prompt(system))
-    return [Piece(prompt, False), Piece(example.chat_answer + SPECIALS[IM_END], True)]
+def draw_opener(rng: Random, dialect: Dialect) -> Opener:
+    """One of the ways to begin an answer; draws nothing where there is only one."""
+    return rng.choice(dialect.openers) if len(dialect.openers) > 1 else dialect.openers[0]
+
+
+def turn(question: str, answer: str, dialect: Dialect, opener: Opener) -> list[Piece]:
+    return [Piece(dialect.question(question, opener), False), Piece(opener.answer + answer + dialect.end_of_turn, True)]
+
+
+def raw_form(example: Example, dialect: Dialect) -> list[Piece]:
+    return [Piece(dialect.bos + example.prompt, False), Piece(f" {example.answer}{dialect.end_of_text}", True)]
+
+
+def chat_form(example: Example, system: str | None, dialect: Dialect, opener: Opener) -> list[Piece]:
+    return [Piece(dialect.opening(system), False), *turn(example.question, example.chat_answer, dialect, opener)]
+
+
+def piece_ids(piece: Piece, encoder: Encoder) -> list[int]:
+    """The ids of a piece: an answer goes on where the prompt ended, everything else is text of its own."""
+    return encoder(piece.text, continues=piece.answer)
 
 
 @dataclass(frozen=True, slots=True)
 class Stream(Dataset[Batch]):
     """Batch `i` of a training run; a function of the seed and of `i` alone, so workers can make any of them."""
 
-    tokenizer: Tokenizer
+    encoder: Encoder
+    dialect: Dialect
     seed: int
     steps: int
     batch_tokens: int
@@ -113,25 +129,22 @@ class Stream(Dataset[Batch]):
         row_answer: list[bool] = []
         row = 0
         while row < rows:
-            documents = [self._document(rng, growth) for _ in range(64)]
-            encodings = iter(self.tokenizer.encode_batch_fast([p.text for pieces in documents for p in pieces]))
-            for pieces in documents:
-                for piece in pieces:
-                    ids = next(encodings).ids
-                    row_tokens += ids
-                    row_answer += [piece.answer] * len(ids)
-                # Every row begins with a new document, as a request does; the end of its last one is cut off.
-                if len(row_tokens) > width and row < rows:
-                    tokens[row], answer[row] = row_tokens[: width + 1], row_answer[: width + 1]
-                    row, row_tokens, row_answer = row + 1, [], []
+            for piece in self._document(rng, growth):
+                ids = piece_ids(piece, self.encoder)
+                row_tokens += ids
+                row_answer += [piece.answer] * len(ids)
+            # Every row begins with a new document, as a request does; the end of its last one is cut off.
+            if len(row_tokens) > width:
+                tokens[row], answer[row] = row_tokens[: width + 1], row_answer[: width + 1]
+                row, row_tokens, row_answer = row + 1, [], []
         return Batch(torch.from_numpy(tokens), torch.from_numpy(answer))
 
     def _document(self, rng: Random, growth: float) -> list[Piece]:
         if rng.random() < SMALL_TALK_SHARE:
-            return small_talk(rng)
+            return small_talk(rng, self.dialect)
         tasks = rng.choices(list(TASK_WEIGHTS), list(TASK_WEIGHTS.values()), k=rng.choice((1, 1, 1, 1, 2, 3)))
         drawn = [sample(task, "train", rng, 2 + math.floor(growth * (TASKS[task].levels - 1))) for task in tasks]
-        return document(drawn, rng)
+        return document(drawn, rng, self.dialect)
 
 
 def stream(dataset: Stream, workers: int) -> Iterator[Batch]:
@@ -139,11 +152,11 @@ def stream(dataset: Stream, workers: int) -> Iterator[Batch]:
     return iter(DataLoader(dataset, batch_size=None, num_workers=workers, prefetch_factor=8 if workers else None))
 
 
-def pad(documents: list[list[Piece]], tokenizer: Tokenizer) -> Batch:
+def pad(documents: list[list[Piece]], encoder: Encoder) -> Batch:
     """One evaluation batch, padded on the right (attention is causal, so padding changes nothing)."""
-    rows = [[(tokenizer.encode(p.text).ids, p.answer) for p in pieces] for pieces in documents]
+    rows = [[(piece_ids(p, encoder), p.answer) for p in pieces] for pieces in documents]
     width = max(sum(len(ids) for ids, _ in row) for row in rows)
-    tokens = torch.full((len(rows), width), END_OF_TEXT, dtype=torch.long)
+    tokens = torch.zeros((len(rows), width), dtype=torch.long)
     answer = torch.zeros((len(rows), width), dtype=torch.bool)
     for i, row in enumerate(rows):
         at = 0

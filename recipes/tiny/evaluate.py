@@ -6,24 +6,25 @@ token depends only on earlier ones, and a token that stopped at loop e shows loo
 """
 
 import argparse
-import json
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
-from model import Ouro, OuroShape
-from safetensors.torch import load_file
+from checkpoint import load_model
+from families.common import Exit, TinyModel
+from tokenizer import Encoder
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from data import Batch, Piece, chat_form, pad, raw_form
+from data import Batch, Piece, chat_form, draw_opener, pad, raw_form
 from rlt.evals.tasks import SYSTEM_PROMPTS, examples
 
-THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 BATCH = 250
+KEEP = 0.995
+"""Share of the full-depth exact match that a recommended threshold must keep."""
 
 
 @dataclass(slots=True)
@@ -75,61 +76,44 @@ class Row:
 
 Part = tuple[str, str]
 Batches = list[tuple[Batch, list[list[Part]]]]
-
-
-class HazardExit:
-    """Stop a decode token at the first loop whose accumulated exit probability reaches `threshold`."""
-
-    def __init__(self, may_exit: Tensor, threshold: float, depth: int) -> None:
-        self.may_exit = may_exit
-        self.threshold = threshold
-        self.loops = torch.full(may_exit.shape, depth, device=may_exit.device)
-
-    def __call__(self, done: int, gate: Tensor) -> Tensor:
-        cdf = 1 - torch.prod(1 - torch.sigmoid(gate), dim=0)
-        running = self.loops >= done
-        now = self.may_exit & running & (cdf >= self.threshold) & (self.threshold < 1)
-        self.loops = torch.where(now, done, self.loops)
-        return self.loops <= done
+ByThreshold = dict[float, Row]
 
 
 @torch.no_grad()
-def run_batch(model: Ouro, batch: Batch, loops: int, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+def run_batch(model: TinyModel, batch: Batch, loops: int, exit: Exit | None) -> tuple[Tensor, Tensor, Tensor]:
     """Per example: exact match, loops spent on its answer tokens, number of answer tokens. Each [B]."""
     tokens, answer = batch
     inputs, targets, wanted = tokens[:, :-1], tokens[:, 1:], answer[:, 1:]
     # A decode token is an answer token that is fed back; the prompt, its last token included, runs every loop.
-    exits = HazardExit(answer[:, :-1], threshold, loops)
-    hidden = model(inputs, loops=loops, exits=exits).hidden
-    index = (exits.loops - 1)[None, :, :, None].expand(1, -1, -1, hidden.shape[-1])
-    guess = model.logits(hidden.gather(0, index)[0]).argmax(-1)
-    right = ((guess == targets) | ~wanted).all(dim=1)
-    return right, (exits.loops * wanted).sum(dim=1), wanted.sum(dim=1)
+    logits, spent = model.predict(inputs, loops, answer[:, :-1], exit)
+    right = ((logits.argmax(-1) == targets) | ~wanted).all(dim=1)
+    return right, (spent * wanted).sum(dim=1), wanted.sum(dim=1)
 
 
-def heldout_batches(tokenizer: Tokenizer, per_task: int, seed: int, device: torch.device) -> Batches:
+def heldout_batches(model: TinyModel, tokenizer: Tokenizer, per_task: int, seed: int, device: torch.device) -> Batches:
     """Every example once raw and once as a chat turn (half of those with a system message), with its parts."""
     rng = Random(f"forms/{seed}")
+    dialect, encoder = model.dialect, Encoder(tokenizer)
     rows: list[tuple[list[Piece], list[Part]]] = []
     for e in examples("heldout", per_task, seed):
         system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.5 else None
         parts = [("by_task", e.task), ("by_level", f"{e.task} {e.difficulty}")]
-        rows.append((raw_form(e), [*parts, ("by_form", "raw")]))
-        rows.append((chat_form(e, system), [*parts, ("by_form", "chat")]))
+        rows.append((raw_form(e, dialect), [*parts, ("by_form", "raw")]))
+        rows.append((chat_form(e, system, dialect, draw_opener(rng, dialect)), [*parts, ("by_form", "chat")]))
     rows.sort(key=lambda row: sum(len(piece.text) for piece in row[0]))
     batches: Batches = []
     for at in range(0, len(rows), BATCH):
         chunk = rows[at : at + BATCH]
-        batch = pad([pieces for pieces, _ in chunk], tokenizer)
+        batch = pad([pieces for pieces, _ in chunk], encoder)
         batches.append((Batch(batch.tokens.to(device), batch.answer.to(device)), [parts for _, parts in chunk]))
     return batches
 
 
-def measure(model: Ouro, batches: Batches, loops: int, threshold: float = 1.0) -> Row:
-    """The scores of one setting: `loops` for everything, exits at `threshold` (1.0: never)."""
+def measure(model: TinyModel, batches: Batches, loops: int, exit: Exit | None = None) -> Row:
+    """The scores of one setting: `loops` for everything, exits under `exit` (None: never)."""
     row = Row(Score(loops), defaultdict(lambda: Score(loops)))
     for batch, parts in batches:
-        counts = (t.tolist() for t in run_batch(model, batch, loops, threshold))
+        counts = (t.tolist() for t in run_batch(model, batch, loops, exit))
         for right, spent, tokens, names in zip(*counts, parts, strict=True):
             row.total.add(right, spent, tokens)
             for name in names:
@@ -137,30 +121,33 @@ def measure(model: Ouro, batches: Batches, loops: int, threshold: float = 1.0) -
     return row
 
 
-def by_loops(model: Ouro, batches: Batches) -> dict[int, Row]:
+def by_loops(model: TinyModel, batches: Batches) -> dict[int, Row]:
     """Prompt and decode alike run that many loops."""
-    return {n: measure(model, batches, n) for n in range(1, model.shape.loops + 1)}
+    return {n: measure(model, batches, n) for n in range(1, model.loops + 1)}
 
 
-def by_threshold(model: Ouro, batches: Batches) -> dict[float, Row]:
-    """Decode tokens stop early, the prompt runs every loop."""
-    return {q: measure(model, batches, model.shape.loops, q) for q in THRESHOLDS}
+def by_threshold(model: TinyModel, batches: Batches) -> dict[str, ByThreshold]:
+    """Decode tokens stop early, the prompt runs every loop; by rule and threshold."""
+    return {
+        rule: {q: measure(model, batches, model.loops, Exit(rule, q)) for q in thresholds}
+        for rule, thresholds in model.rules.items()
+    }
 
 
-def recommended_threshold(rows: dict[float, Row], keep: float = 0.995) -> float:
-    """The threshold with the fewest loops that keeps at least `keep` of the full-depth exact match."""
-    full = rows[1.0].total.exact_match_pct()
-    good = [q for q, row in rows.items() if row.total.exact_match_pct() >= keep * full]
-    return min(good, key=lambda q: rows[q].total.mean_loops())
+def recommended(rows: Mapping[str, ByThreshold], full: Row) -> dict[str, float]:
+    """By rule, the threshold with the fewest loops that keeps `KEEP` of the full-depth exact match, if one does."""
+    least = KEEP * full.total.exact_match_pct()
+    good = {rule: [q for q, row in by_q.items() if row.total.exact_match_pct() >= least] for rule, by_q in rows.items()}
+    return {rule: min(qs, key=lambda q: rows[rule][q].total.mean_loops()) for rule, qs in good.items() if qs}
 
 
-def table(loops: dict[int, Row], thresholds: dict[float, Row]) -> str:
+def table(loops: dict[int, Row], thresholds: Mapping[str, ByThreshold]) -> str:
     """A Markdown table: exact match by task for every setting."""
     tasks = sorted({name for kind, name in loops[1].parts if kind == "by_task"})
     lines = ["| setting | exact match | " + " | ".join(tasks) + " | mean loops | after the first token |"]
     lines.append("|---" * (len(tasks) + 4) + "|")
     settings = [(f"{n} loops", row) for n, row in loops.items()]
-    settings += [(f"threshold {q}", row) for q, row in thresholds.items()]
+    settings += [(f"{rule} {q:g}", row) for rule, rows in thresholds.items() for q, row in rows.items()]
     for name, row in settings:
         scores = [row.total, *(row.parts["by_task", task] for task in tasks)]
         cells = [f"{score.exact_match_pct():.1f}" for score in scores]
@@ -171,41 +158,20 @@ def table(loops: dict[int, Row], thresholds: dict[float, Row]) -> str:
 
 @torch.no_grad()
 def generate(
-    model: Ouro, tokenizer: Tokenizer, prompt: str, threshold: float, limit: int = 32
-) -> tuple[str, list[int]]:
-    """Greedy text for one prompt, and the loops spent on each of its tokens (recomputes the prefix: for display)."""
-    ids = tokenizer.encode(prompt).ids
-    start = len(ids)
-    spent: list[int] = []
+    model: TinyModel, tokenizer: Tokenizer, ids: list[int], exit: Exit | None, limit: int = 32
+) -> tuple[list[int], list[int]]:
+    """Greedy tokens after a prompt, and the loops spent on each (recomputes the prefix: for display)."""
+    dialect, start = model.dialect, len(ids)
+    ends = {tokenizer.token_to_id(token) for token in (dialect.end_of_turn, dialect.end_of_text)}
+    ids, spent = list(ids), list[int]()
     while len(ids) - start < limit:
-        tokens = torch.tensor([ids])
-        exits = HazardExit(torch.arange(len(ids))[None] >= start, threshold, model.shape.loops)
-        hidden = model(tokens, exits=exits).hidden
-        spent.append(int(exits.loops[0, -1]))
-        ids.append(int(model.logits(hidden[spent[-1] - 1, 0, -1]).argmax()))
-        if ids[-1] in (0, 2):
+        logits, loops = model.predict(torch.tensor([ids]), model.loops, torch.arange(len(ids))[None] >= start, exit)
+        spent.append(int(loops[0, -1]))
+        # The server never gives an id that the tokenizer does not have.
+        ids.append(int(logits[0, -1, : tokenizer.get_vocab_size()].argmax()))
+        if ids[-1] in ends:
             break
-    return tokenizer.decode(ids[start:], skip_special_tokens=True), spent
-
-
-def load(folder: Path) -> tuple[Ouro, Tokenizer, dict[str, Any]]:
-    """A saved model in fp32, its tokenizer and its config."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    shape = OuroShape(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        layers=config["num_hidden_layers"],
-        heads=config["num_attention_heads"],
-        loops=config["total_ut_steps"],
-        rope_theta=config["rope_theta"],
-        norm_eps=config["rms_norm_eps"],
-        max_positions=config["max_position_embeddings"],
-    )
-    model = Ouro(shape)
-    weights = {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
-    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-    return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json")), config
+    return ids[start:], spent
 
 
 def main() -> None:
@@ -215,13 +181,16 @@ def main() -> None:
     parser.add_argument("--per-task", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ask", help="a prompt to complete instead; \\n stands for a line end")
+    parser.add_argument("--rule", help="exit rule for --ask (default: the family's learned gate, if it has one)")
+    parser.add_argument("--threshold", type=float, help="its threshold (default: the one in config.json)")
     args = parser.parse_args()
-    model, tokenizer, config = load(args.folder)
+    model, tokenizer = load_model(args.folder)
     if args.ask:
-        text, loops = generate(model, tokenizer, args.ask.replace("\\n", "\n"), config["early_exit_threshold"])
-        print(text, loops)
+        exit = model.exit if args.threshold is None else Exit(args.rule or next(iter(model.rules)), args.threshold)
+        tokens, loops = generate(model, tokenizer, tokenizer.encode(args.ask.replace("\\n", "\n")).ids, exit)
+        print(tokenizer.decode(tokens, skip_special_tokens=True), loops)
         return
-    batches = heldout_batches(tokenizer, args.per_task, args.seed, torch.device("cpu"))
+    batches = heldout_batches(model, tokenizer, args.per_task, args.seed, torch.device("cpu"))
     print(table(by_loops(model, batches), by_threshold(model, batches)))
 
 

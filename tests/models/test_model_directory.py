@@ -85,7 +85,8 @@ def test_a_file_is_not_a_directory() -> None:
 @pytest.mark.parametrize("path", ["tiny-oro", "/no/such/place", "./a/b", "a/b/c", "../x", "org/"])
 def test_what_is_nothing_at_all_is_refused(path: str) -> None:
     assert refusal(path) == (
-        f"{path}: no such directory, and not a built-in model (tiny-ouro) or a Hub id (org/name) either"
+        f"{path}: no such directory, and not a built-in model (tiny-ouro, tiny-nanbeige, tiny-huginn) or a Hub id"
+        " (org/name) either"
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from typing import Final, Literal
 
@@ -89,14 +90,20 @@ _ADDITION: Final[dict[Split, tuple[str, ...]]] = {
         "What do I get if I add {a} and {b}?",
         "Please compute {a} plus {b}.",
         "{a} plus {b} is what?",
-    ),
-    "heldout": (
         "Calculate {a} + {b}.",
         "How much is {a} plus {b}?",
         "Please add {a} and {b}.",
         "What is the sum of {a} and {b}?",
         "Compute the sum of {a} and {b}.",
         "{a} + {b} is what?",
+    ),
+    "heldout": (
+        "Find {a} + {b}.",
+        "Please compute {a} + {b}.",
+        "What do I get if I compute {a} plus {b}?",
+        "Calculate the sum of {a} and {b}.",
+        "Please find the sum of {a} and {b}.",
+        "Please add {a} to {b}.",
     ),
 }
 _SUBTRACTION: Final[dict[Split, tuple[str, ...]]] = {
@@ -113,14 +120,20 @@ _SUBTRACTION: Final[dict[Split, tuple[str, ...]]] = {
         "What do I get if I subtract {b} from {a}?",
         "Please compute {a} minus {b}.",
         "{a} minus {b} is what?",
-    ),
-    "heldout": (
         "Calculate {a} - {b}.",
         "How much is {a} minus {b}?",
         "Please subtract {b} from {a}.",
         "What is the difference of {a} and {b}?",
         "Compute the difference of {a} and {b}.",
         "{a} - {b} is what?",
+    ),
+    "heldout": (
+        "Find {a} - {b}.",
+        "Please compute {a} - {b}.",
+        "What do I get if I compute {a} minus {b}?",
+        "Calculate the difference of {a} and {b}.",
+        "Please find the difference of {a} and {b}.",
+        "Please find {a} - {b}.",
     ),
 }
 
@@ -147,8 +160,8 @@ def _subtraction(split: Split, rng: Random, level: int) -> list[QA]:
 
 
 _CHAIN_HEADS: Final[dict[Split, tuple[str, ...]]] = {
-    "train": ("", "", "Let ", "Given ", "Given that ", "We know that ", "Let us say that ", "Suppose that "),
-    "heldout": ("", "Suppose ", "Let us say "),
+    "train": ("", "", "", "Let ", "Given ", "We know that ", "Let us say that ", "Suppose that "),
+    "heldout": ("", "Suppose ", "Let us say ", "Given that "),
 }
 _CHAIN_ASKS: Final[dict[Split, tuple[str, ...]]] = {
     "train": (
@@ -157,49 +170,35 @@ _CHAIN_ASKS: Final[dict[Split, tuple[str, ...]]] = {
         "How much is {v}?",
         "What is the value of {v}?",
         "Find {v}.",
+        "Find the value of {v}.",
         "Compute {v}.",
+        "Please compute {v}.",
         "Give {v}.",
-        "Please find {v}.",
         "Please give {v}.",
-        "Compute the value of {v}.",
-        "Give the value of {v}.",
-        "Please find the value of {v}.",
-        "Please compute the value of {v}.",
     ),
-    "heldout": ("Find the value of {v}.", "Please compute {v}.", "Please give the value of {v}."),
+    "heldout": ("Give the value of {v}.", "Please find {v}.", "Compute the value of {v}."),
 }
 _CHAIN_SIGNS: Final = (("=", "+", "-"), ("=", "+", "-"), ("is", "plus", "minus"), ("=", "plus", "minus"))
 """(equals, plus, minus)"""
 
 
 def _chains(split: Split, rng: Random, level: int) -> list[QA]:
-    """A variable `level` steps after a number, among up to three assignments that do not matter."""
+    """A variable `level` steps after a number; every assignment builds on the one before."""
     equals, plus, minus = rng.choice(_CHAIN_SIGNS)
-    names = rng.sample(LETTERS, level + 1 + rng.randint(0, 3))
-    path, others = names[: level + 1], names[level + 1 :]
-    # The path keeps its order; the others fall anywhere, so neither place nor count tells which variables matter.
-    order = path[:]
-    for name in others:
-        order.insert(rng.randint(0, len(order)), name)
-    values: dict[str, int] = {}
-    lines = []
-    for name in order:
-        step = path.index(name) if name in path else -1
-        source = path[step - 1] if step > 0 else rng.choice(list(values)) if values and step < 0 else None
-        if source is None or (step < 0 and rng.random() < 0.3):
-            values[name] = rng.randint(1, 20)
-            lines.append(f"{name} {equals} {values[name]}")
-            continue
-        delta = rng.choice((0, rng.randint(1, 9), rng.randint(1, 9), -rng.randint(1, 9), -rng.randint(1, 9)))
-        if values[source] + delta < 0:
+    names = rng.sample(LETTERS, level + 1)
+    values = [rng.randint(1, 15)]
+    lines = [f"{names[0]} {equals} {values[0]}"]
+    for source, name in pairwise(names):
+        delta = rng.choice((0, 1, 1, 1, -1, -1, -1)) * rng.randint(1, 9)
+        if values[-1] + delta < 0:
             delta = -delta
-        values[name] = values[source] + delta
+        values.append(values[-1] + delta)
         change = "" if delta == 0 else f" {plus if delta > 0 else minus} {abs(delta)}"
         lines.append(f"{name} {equals} {source}{change}")
     joint, end = rng.choice((("; ", ". "), (", ", ". "), (". ", ". "), ("\n", "\n")))
     facts = rng.choice(_CHAIN_HEADS[split]) + joint.join(lines) + end
-    asked = [path[-1], *rng.sample(order, len(order))]
-    (ask, answer), *more = [(rng.choice(_CHAIN_ASKS[split]).format(v=v), str(values[v])) for v in asked]
+    asked = [level, *rng.sample(range(level + 1), level + 1)]
+    (ask, answer), *more = [(rng.choice(_CHAIN_ASKS[split]).format(v=names[i]), str(values[i])) for i in asked]
     return [(facts + ask, answer), *more]
 
 
@@ -218,8 +217,11 @@ _HOP_ASKS: Final[dict[Split, tuple[str, ...]]] = {
         "Tell me the name of {who}.",
         "Please find {who}.",
         "Please tell me who {who} is.",
+        "Please name {who}.",
+        "Find the name of {who}.",
+        "Please tell me the name of {who}.",
     ),
-    "heldout": ("Please name {who}.", "Find the name of {who}.", "Please tell me the name of {who}."),
+    "heldout": ("Find who {who} is.", "Please find the name of {who}.", "Please find who {who} is."),
 }
 
 
@@ -246,8 +248,13 @@ def _hops(split: Split, rng: Random, level: int) -> list[QA]:
 
 
 _STORY_STARTS: Final[dict[Split, tuple[str, ...]]] = {
-    "train": ("{x} has {n} {items}.", "{x} starts with {n} {items}.", "At first {x} has {n} {items}."),
-    "heldout": ("At first {x} starts with {n} {items}.",),
+    "train": (
+        "{x} has {n} {items}.",
+        "{x} starts with {n} {items}.",
+        "At first {x} has {n} {items}.",
+        "At first {x} starts with {n} {items}.",
+    ),
+    "heldout": ("{x} at first has {n} {items}.", "{x} has {n} {items} at first."),
 }
 _STORY_LINKS: Final[dict[Split, tuple[str, ...]]] = {
     "train": ("", "", "Then ", "After that ", "Later "),
@@ -263,11 +270,14 @@ _STORY_ASKS: Final[dict[Split, tuple[str, ...]]] = {
         "How many does {x} have now?",
         "Find how many {items} {x} has.",
         "Find how many {items} {x} has at the end.",
-    ),
-    "heldout": (
         "How many {items} does {x} have left?",
         "How many does {x} have at the end?",
         "Find how many {items} {x} has now.",
+    ),
+    "heldout": (
+        "Find how many {items} {x} has left.",
+        "Find how many {x} has at the end.",
+        "How many {items} does {x} now have?",
     ),
 }
 

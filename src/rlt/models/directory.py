@@ -9,9 +9,9 @@ from typing import Any
 
 from rlt.errors import ModelError
 
-#: Built-in models by name; their files are in `assets/<name>` of this package.
-BUILT_IN = ("tiny-ouro",)
 ASSETS = Path(__file__).parent / "assets"
+#: Built-in models by name, those of them that are there; their files are in `assets/<name>` of this package.
+BUILT_IN = tuple(name for name in ("tiny-ouro", "tiny-nanbeige", "tiny-huginn") if (ASSETS / name).is_dir())
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
