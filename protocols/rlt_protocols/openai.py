@@ -60,17 +60,57 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
+class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call as it stands in answers and in the messages that clients send back; `arguments` is a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    #: a JSON schema
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: list[Message]
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,6 +123,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    tools: list[Tool] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +131,8 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     tokens: list[int]
 
 
-#: Fields of other servers that are not served yet, each with the values that switch it off.
+#: Fields of other servers that are not served yet, each with the values that switch it off. Those about tools are for
+#: completions; chat has them.
 OFF: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (None, True),
     "add_special_tokens": (None,),
@@ -144,15 +186,21 @@ MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
     "annotations": (None, []),
     "audio": (None,),
     "function_call": (None,),
+    "parsed": (None,),
     "reasoning": (None,),
     "refusal": (None,),
-    "tool_call_id": (None,),
-    "tool_calls": (None, []),
 }
+
+#: The same for the function of a message's tool call.
+FUNCTION_OFF: dict[str, tuple[Any, ...]] = {"parsed_arguments": (None,)}
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
 
 
 class LoopUsage(msgspec.Struct, frozen=True):
@@ -168,6 +216,7 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     loops: LoopUsage
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,18 +235,31 @@ class CompletionChoice(Choice, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
-    content: str
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """`content` is null when there is nothing but reasoning or calls."""
+
     role: Literal["assistant"] = "assistant"
+    reasoning_content: str | UnsetType = UNSET
+    content: str | None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Choice, frozen=True, kw_only=True):
     message: ChatMessage
 
 
-class Delta(msgspec.Struct, frozen=True):
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Choice, frozen=True, kw_only=True):

@@ -61,6 +61,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     min_loops: int
     max_loops: int
     exit_threshold: float
+    #: the engine's exit rule, and the lowest and highest threshold that mean something to it; None: none does
+    exit_rule: str = "ouro"
+    exit_thresholds: tuple[float, float] | None = (0.0, MAX_THRESHOLD)
     #: why every token runs all loops; None: tokens may leave early
     full_depth: str | None = None
     eos_token_ids: tuple[int, ...]
@@ -142,10 +145,11 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
     _within("max_loops", max_loops, 1, info.loops)
     min_loops = min(info.min_loops, max_loops) if params.min_loops is None else params.min_loops
     _within("min_loops", min_loops, 1, max_loops)
-    threshold = info.exit_threshold if params.exit_threshold is None else params.exit_threshold
-    _within("exit_threshold", threshold, 0, MAX_THRESHOLD)
     if info.full_depth is not None:
-        _all_loops(info.full_depth, info.loops, min_loops, max_loops, threshold)
+        _all_loops(info.full_depth, info.loops, min_loops, max_loops, params.exit_threshold)
+    threshold = (
+        info.exit_threshold if params.exit_threshold is None else _checked_threshold(params.exit_threshold, info)
+    )
     _within("priority", params.priority, -(2**31), 2**31 - 1)
     if params.priority and not info.priorities:
         raise ParamError("priority", 'needs a server with engine.scheduling = "priority"')
@@ -188,12 +192,25 @@ def check_token_ids(field: str, ids: tuple[int, ...] | list[int], vocab_size: in
         raise ParamError(field, f"token id {token} at index {index} is outside the vocabulary of {vocab_size}")
 
 
-def _all_loops(why: str, loops: int, min_loops: int, max_loops: int, threshold: float) -> None:
+def _checked_threshold(threshold: float, info: ModelInfo) -> float:
+    """A request's own threshold, whose meaning and limits are those of the engine's exit rule."""
+    if info.exit_thresholds is None:
+        raise ParamError("exit_threshold", f"has no meaning with exit rule {info.exit_rule}")
+    low, high = info.exit_thresholds
+    if not low <= threshold <= high:
+        raise ParamError(
+            "exit_threshold",
+            f"must be between {low:.7g} and {high:.7g} with exit rule {info.exit_rule}, got {threshold}",
+        )
+    return threshold
+
+
+def _all_loops(why: str, loops: int, min_loops: int, max_loops: int, threshold: float | None) -> None:
     """Refuse what would let a token of a model of fixed depth leave before its last loop."""
     for field, value in (("max_loops", max_loops), ("min_loops", min_loops)):
         if value < loops:
             raise ParamError(field, f"must be {loops} with this model, got {value}: {why}")
-    if threshold < 1:
+    if threshold is not None and threshold < 1:
         raise ParamError("exit_threshold", f"must be at least 1 with this model, got {threshold:g}: {why}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ import httpx
 from starlette.types import ASGIApp
 
 from rlt.text.chat import ChatTemplate
+from rlt.text.reasoning import ReasoningSetting
 from rlt.text.tokenizer import Tokenizer
 from rlt_protocols.codec import unpack_ids
 from rlt_protocols.control import PeerDown, PeerUp, Role
@@ -31,7 +32,8 @@ from text import small_tokenizers
 TOKENIZER = Tokenizer(small_tokenizers.byte_level())
 CHATML = (
     "{% for m in messages %}{{ '<|user|>' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|user|>assistant:{% if enable_thinking %}<think>{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}<|user|>assistant:"
+    "{% if enable_thinking %}<think>{% elif enable_thinking is defined %}<think></think>{% endif %}{% endif %}"
 )
 INFO = ModelInfo(
     name="tiny",
@@ -152,6 +154,8 @@ async def served(
     max_body_bytes: int = 1 << 20,
     tokenizer: Tokenizer | None = TOKENIZER,
     template: ChatTemplate | None = None,
+    enable_thinking: bool | None = None,
+    reasoning: ReasoningSetting = "auto",
     **backend_fields: Any,
 ) -> AsyncIterator[Served]:
     """The app on an ASGI transport."""
@@ -160,7 +164,9 @@ async def served(
     client = EngineClient(backend.send, 1, metrics, max_queue=max_queue, drop=backend.drop)
     backend.client = client
     chat_template = template or (ChatTemplate(CHATML) if tokenizer is not None else None)
-    preparer = Preparer(tokenizer, chat_template, max_answers=max_queue)
+    preparer = Preparer(
+        tokenizer, chat_template, max_answers=max_queue, enable_thinking=enable_thinking, reasoning=reasoning
+    )
     with ThreadPoolExecutor(1) as workers:
         api = Api(client, preparer, metrics, workers, max_body_bytes=max_body_bytes, max_preparing=max_queue)
         app = api.app()
@@ -171,6 +177,25 @@ async def served(
                 result.up("engine")
                 result.up("detokenizer")
             yield result
+
+
+async def answered(server: Served, request: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+    """Let the reader take every piece before the next one comes."""
+    task = asyncio.create_task(request)
+    await server.backend.wait_added()
+    pieces = server.backend.pieces
+    for number, piece in enumerate(pieces):
+        for one in server.backend.added:
+            server.backend.deliver(
+                one,
+                text=piece,
+                token_ids=(100 + number,),
+                depths=(number % 4 + 1,),
+                finish_reason=server.backend.finish_reason if number == len(pieces) - 1 else None,
+                cached_tokens=1,
+            )
+        await asyncio.sleep(0.01)
+    return await task
 
 
 @asynccontextmanager

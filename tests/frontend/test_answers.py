@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from typing import Any
-
-import httpx
 import pytest
 
-from frontend.harness import TOKENIZER, Served, events, served
+from frontend.harness import TOKENIZER, answered, events, served
 
 USAGE = {
     "prompt_tokens": len(TOKENIZER.encode("hello")),
@@ -69,7 +64,7 @@ async def test_a_whole_chat_answer() -> None:
 async def test_a_streamed_completion() -> None:
     async with served(hold=True) as server:
         task = server.complete(stream=True, stream_options={"include_usage": True}, return_depths=True)
-        chunks = events((await _answered(server, task)).text)
+        chunks = events((await answered(server, task)).text)
     assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
     assert [chunk["choices"][0]["text"] for chunk in chunks[:-1]] == ["Hel", "lo", ""]
     assert [chunk["choices"][0]["depths"] for chunk in chunks[:-1]] == [[1], [2], [3]]
@@ -81,7 +76,7 @@ async def test_a_streamed_completion() -> None:
 
 async def test_a_streamed_chat_answer() -> None:
     async with served(hold=True) as server:
-        response = await _answered(server, server.chat(stream=True, n=2))
+        response = await answered(server, server.chat(stream=True, n=2))
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     chunks = events(response.text)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
@@ -105,13 +100,13 @@ async def test_what_a_slow_client_missed_comes_in_one_chunk() -> None:
 @pytest.mark.parametrize("asked", [{}, {"return_token_ids": True}])
 async def test_text_that_is_held_back_makes_no_chunk_unless_ids_are_asked_for(asked: dict[str, bool]) -> None:
     async with served(hold=True, pieces=("", "", "x")) as server:
-        chunks = events((await _answered(server, server.complete(stream=True, **asked))).text)
+        chunks = events((await answered(server, server.complete(stream=True, **asked))).text)
     assert len(chunks) == (3 if asked else 1)
 
 
 async def test_a_model_without_a_tokenizer_sends_a_chunk_per_update() -> None:
     async with served(hold=True, tokenizer=None, pieces=("", "", "")) as server:
-        chunks = events((await _answered(server, server.complete(prompt=[5], stream=True))).text)
+        chunks = events((await answered(server, server.complete(prompt=[5], stream=True))).text)
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["", "", ""]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "stop"]
 
@@ -119,11 +114,11 @@ async def test_a_model_without_a_tokenizer_sends_a_chunk_per_update() -> None:
 async def test_prompt_ids_come_once_at_the_place_that_each_api_has_for_them() -> None:
     async with served(hold=True) as server:
         prompt = TOKENIZER.encode("hello")
-        response = await _answered(server, server.complete(stream=True, return_token_ids=True))
+        response = await answered(server, server.complete(stream=True, return_token_ids=True))
         choices = [chunk["choices"][0] for chunk in events(response.text)]
         assert [choice.get("prompt_token_ids") for choice in choices] == [prompt, None, None]
         server.backend.added.clear()
-        response = await _answered(server, server.chat(stream=True, return_token_ids=True))
+        response = await answered(server, server.chat(stream=True, return_token_ids=True))
         prompt = server.backend.added[0].prompt
         assert [chunk.get("prompt_token_ids") for chunk in events(response.text)] == [prompt, None, None]
         server.backend.hold = False
@@ -226,22 +221,3 @@ async def test_messages_of_all_forms() -> None:
         )
         text = TOKENIZER.decode(server.backend.added[0].prompt, skip_special_tokens=False)
     assert text == "<|user|>system: a\nb\n<|user|>assistant: \n<|user|>assistant:<think>"
-
-
-async def _answered(server: Served, request: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
-    """Let the reader take every piece before the next one comes."""
-    task = asyncio.create_task(request)
-    await server.backend.wait_added()
-    pieces = server.backend.pieces
-    for number, piece in enumerate(pieces):
-        for one in server.backend.added:
-            server.backend.deliver(
-                one,
-                text=piece,
-                token_ids=(100 + number,),
-                depths=(number % 4 + 1,),
-                finish_reason="stop" if number == len(pieces) - 1 else None,
-                cached_tokens=1,
-            )
-        await asyncio.sleep(0.01)
-    return await task

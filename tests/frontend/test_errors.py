@@ -101,10 +101,10 @@ async def test_a_bad_field_is_named(fields: dict[str, Any], param: str, words: s
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0]", "content"),
         ({"messages": [*HI, {"role": "user", "content": "x", "foo": 1}]}, "messages[1].foo", "unknown field"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "only text"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls", "not supported yet"),
         ({"messages": [{"role": "user", "content": "d " * 100}]}, "messages", "context is 64"),
-        ({"chat_template_kwargs": {"messages": []}}, "messages", "messages cannot be set"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "no option 'messages'"),
+        ({"chat_template_kwargs": {"range": 5}}, "chat_template_kwargs", "no option 'range'"),
+        ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs", "no option 'thinking'"),
         ({"tool_choice": "required"}, "tool_choice", "not supported yet"),
         ({"top_logprobs": 3}, "top_logprobs", "not supported yet"),
         ({"echo": True}, "echo", "unknown field"),
@@ -399,6 +399,22 @@ async def test_integers_of_any_size(size: int, sign: str) -> None:
             assert len(error_of(response)["message"]) < 6000
         response = await server.http.post("/detokenize", content=f'{{"tokens": [{number}]}}', headers=headers)
         assert response.status_code == 400
+
+
+async def test_an_option_that_the_template_does_not_have_can_only_be_off() -> None:
+    plain = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    async with served(template=plain) as server:
+        for fields, param in (
+            ({"enable_thinking": True}, "enable_thinking"),
+            ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
+        ):
+            error = (await server.chat(**fields)).json()["error"]
+            assert error["param"] == param
+            assert "has no" in error["message"]
+            tokenized = await server.http.post("/tokenize", json={"messages": HI, **fields})
+            assert tokenized.json()["error"]["param"] == param
+        for fields in ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False, "x": None}}):
+            assert (await server.chat(**fields)).status_code == 200
 
 
 async def test_errors_do_not_repeat_what_is_long() -> None:

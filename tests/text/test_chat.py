@@ -44,6 +44,14 @@ def test_helpers_of_the_hub() -> None:
         ("{{ messages.append(1) }}", "unsafe|immutable|cannot render"),
         ("{{ ''.__class__.__mro__ }}", "cannot render"),
         ("{{ missing.attribute }}", "cannot render"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% import '/etc/passwd' as x %}", "no loader"),
+        ("{% extends '/etc/passwd' %}", "no loader"),
+        ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+        ("{{ messages[0].update({'a': 1}) }}", "is unsafe"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deep"),
+        ("{{ 'x' * 10 ** 15 }}", "cannot render"),
     ],
 )
 def test_what_goes_wrong_in_a_template_is_named(source: str, message: str) -> None:
@@ -59,6 +67,22 @@ def test_a_broken_template_is_named() -> None:
 def test_options_cannot_replace_the_messages() -> None:
     with pytest.raises(ChatTemplateError, match="messages cannot be set"):
         ChatTemplate(CHATML).render(HI, kwargs={"messages": []})
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("{{ messages }}{{ add_generation_prompt }}{{ tools }}{{ documents }}{{ bos_token }}{{ range(3) }}", set()),
+        ("{{ raise_exception('x') if a else strftime_now('y') }}", {"a"}),
+        ("{% if a is defined and b %}{% endif %}", {"a", "b"}),
+        ("{% if a is not defined %}{% set a = 1 %}{% endif %}{{ a }}", {"a"}),
+        ("{% set a = a | default(true) %}{% set c = namespace(d=1) %}{{ c.d }}", {"a"}),
+        ("{% for m in messages %}{% if m.x and a %}{{ loop.index }}{% endif %}{% endfor %}", {"a"}),
+        ("{% macro f(x) %}{{ x }}{{ a }}{% endmacro %}{{ f(1) }}", {"a"}),
+    ],
+)
+def test_a_template_tells_its_options(source: str, options: set[str]) -> None:
+    assert ChatTemplate(source, {"bos_token": "<s>"}).options == options
 
 
 def write_config(directory: Path, **entries: object) -> None:

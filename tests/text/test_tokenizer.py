@@ -72,6 +72,14 @@ def test_special_tokens_are_hidden_unless_asked_for(pair: tuple[tokenizers.Token
     assert tokenizer.decode([end], skip_special_tokens=False) == "<|end|>"
 
 
+def test_tags_are_shown_even_where_the_tokenizer_calls_them_special() -> None:
+    inner = samples.byte_level()
+    inner.add_special_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>", "<|other|>"])
+    text = "<think>a</think>b<tool_call>c</tool_call><|other|>"
+    tokenizer = Tokenizer(inner)
+    assert tokenizer.decode(tokenizer.encode(text)) == text.removesuffix("<|other|>")
+
+
 @pytest.mark.parametrize("token_id", [10_000, 1 << 20])
 def test_an_id_without_a_token_is_an_error(pair: tuple[tokenizers.Tokenizer, Tokenizer], token_id: int) -> None:
     with pytest.raises(TokenizerError, match=f"token id {token_id}"):

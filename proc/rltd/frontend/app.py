@@ -94,7 +94,14 @@ class Api:
         info = self._client.check_admission()
         prepared = await self._prepared(request, info, self._preparer.chat)
         job = self._client.submit("chatcmpl", prepared.choices, started_s)
-        shape = ChatShape(prepared.request, job, info.name, prepared.echoes, has_text=self._preparer.has_tokenizer)
+        shape = ChatShape(
+            prepared.request,
+            job,
+            info.name,
+            prepared.echoes,
+            has_text=self._preparer.has_tokenizer,
+            form=prepared.form,
+        )
         return JobAnswer(self._client, job, shape, stream=bool(prepared.request.stream))
 
     async def tokenize(self, request: Request) -> Response:

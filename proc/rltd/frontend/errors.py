@@ -58,6 +58,11 @@ def invalid(param: str | None, message: str) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def unsupported(param: str, message: str) -> ApiError:
+    """A field that other servers have, or other models, asks for what cannot be done here."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
 def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after_s)})
 

@@ -16,6 +16,7 @@ from rlt.config import Config
 from rlt.errors import RltError
 from rlt.models.directory import resolve_model
 from rlt.text.chat import load_chat_template
+from rlt.text.reasoning import check_thinking
 from rlt.text.tokenizer import load_tokenizer
 from rlt_protocols.control import PeerUp
 from rltd.frontend.app import Api
@@ -55,8 +56,14 @@ def load_preparer(config: Config) -> Preparer:
     """Read the model's tokenizer and chat template. Raises `ModelError`."""
     directory = resolve_model(config.model.path, config.model.revision)
     override = Path(config.model.chat_template) if config.model.chat_template is not None else None
+    template = load_chat_template(directory, override)
+    check_thinking(config.model.enable_thinking, template)
     return Preparer(
-        load_tokenizer(directory), load_chat_template(directory, override), max_answers=config.server.max_queue
+        load_tokenizer(directory),
+        template,
+        max_answers=config.server.max_queue,
+        enable_thinking=config.model.enable_thinking,
+        reasoning=config.model.reasoning,
     )
 
 

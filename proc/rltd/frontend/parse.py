@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from rlt_protocols.openai import (
+    FUNCTION_OFF,
     MAX_CHOICES,
     MAX_STOP_CHARS,
     MESSAGE_OFF,
@@ -16,14 +17,18 @@ from rlt_protocols.openai import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    FunctionCall,
     GenerationRequest,
     Message,
     TokenizeRequest,
+    Tool,
+    ToolCall,
 )
 from rlt_protocols.params import SamplingParams
-from rltd.frontend.errors import MAX_SHOWN_CHARS, ApiError, invalid, shorten
+from rltd.frontend.errors import MAX_SHOWN_CHARS, ApiError, invalid, shorten, unsupported
 
 R = TypeVar("R", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+E = TypeVar("E", Message, Tool)
 Prompt = str | list[int]
 
 #: Most characters of the decoder's own words, in which values of the client can be.
@@ -51,6 +56,9 @@ def parse(kind: type[R], body: bytes) -> R:
     messages = tree.get("messages")
     if "messages" in fields and isinstance(messages, list):
         tree["messages"] = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    tools = tree.get("tools")
+    if "tools" in fields and isinstance(tools, list):
+        tree["tools"] = [_converted(tool, Tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
@@ -83,9 +91,7 @@ def _known_fields(
             path = f"{where}{shorten(name)}"
             raise ApiError(400, f"unknown field {path}{hint}", param=path, code="unknown_field")
         elif not any(_same(value, allowed) for allowed in off[name]):
-            raise ApiError(
-                400, f"{where}{name} is not supported yet", param=f"{where}{name}", code="unsupported_parameter"
-            )
+            raise unsupported(f"{where}{name}", f"{where}{name} is not supported yet")
     return known
 
 
@@ -97,8 +103,7 @@ def _same(value: Any, other: Any) -> bool:
 def _message(value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise invalid(where, f"{where} must be an object")
-    names = [field.name for field in msgspec.structs.fields(Message)]
-    message = _known_fields(value, names, MESSAGE_OFF, f"{where}.")
+    message = _known_fields(value, _names(Message), MESSAGE_OFF, f"{where}.")
     content = message.get("content")
     for index, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -106,8 +111,28 @@ def _message(value: Any, where: str) -> Any:
             raise invalid(
                 f"{where}.content", f"{where}.content[{index}] has the type {shorten(kind)!r}; only text is supported"
             )
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_call(call, index, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    return _converted(message, Message, where)
+
+
+def _call(value: Any, index: int, where: str) -> Any:
+    """A message's tool call without what clients that join a stream leave in it: its place among the calls."""
+    if not isinstance(value, dict):
+        raise invalid(where, f"{where} must be an object")
+    call = _known_fields(value, _names(ToolCall), {"index": (None, index)}, f"{where}.")
+    if isinstance(function := call.get("function"), dict):
+        call["function"] = _known_fields(function, _names(FunctionCall), FUNCTION_OFF, f"{where}.function.")
+    return call
+
+
+def _names(kind: type[msgspec.Struct]) -> list[str]:
+    return [field.name for field in msgspec.structs.fields(kind)]
+
+
+def _converted(value: Any, kind: type[E], where: str) -> E:
     try:
-        return msgspec.convert(message, Message)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise invalid(where, f"{where}: {shorten(str(error), MAX_REASON_CHARS)}") from error
 
@@ -162,22 +187,3 @@ def sampling_of(request: GenerationRequest) -> SamplingParams:
 
 def _given(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in pairs if value is not None}
-
-
-def template_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Messages as templates take them: plain objects whose content is one text."""
-    plain: list[dict[str, Any]] = []
-    for message in messages:
-        content = message.content
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        plain.append(msgspec.to_builtins(message) | {"content": content or ""})
-    return plain
-
-
-def template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """The options that go to the template."""
-    options = dict(request.chat_template_kwargs or {})
-    if request.enable_thinking is not None:
-        options["enable_thinking"] = request.enable_thinking
-    return options

@@ -10,7 +10,11 @@ from typing import Generic, TypeVar
 import msgspec
 
 from rlt.text.chat import ChatTemplate, ChatTemplateError
+from rlt.text.parts import UNDIVIDED, AnswerForm
+from rlt.text.reasoning import ReasoningSetting, begin_of, reasoning_mode
+from rlt.text.tags import THINK_END
 from rlt.text.tokenizer import Tokenizer, TokenizerError
+from rlt.text.toolcalls import CallStyle, ToolsError, call_style
 from rlt_protocols.openai import (
     ChatRequest,
     CompletionRequest,
@@ -19,10 +23,19 @@ from rlt_protocols.openai import (
     GenerationRequest,
     Tokenized,
     TokenizeRequest,
+    Tool,
 )
 from rlt_protocols.params import SEED_LIMIT, ModelInfo, ParamError, check_room, check_token_ids, resolve
+from rltd.frontend.conversation import (
+    Conversation,
+    check_options,
+    template_messages,
+    template_options,
+    template_tools,
+    tools_of,
+)
 from rltd.frontend.engine_client import NewChoice
-from rltd.frontend.errors import ApiError, invalid, shorten
+from rltd.frontend.errors import ApiError, invalid, shorten, unsupported
 from rltd.frontend.parse import (
     Prompt,
     choices_of,
@@ -30,8 +43,6 @@ from rltd.frontend.parse import (
     parse,
     prompts_of,
     sampling_of,
-    template_messages,
-    template_options,
 )
 
 R_co = TypeVar("R_co", bound=GenerationRequest, covariant=True)
@@ -45,18 +56,32 @@ class Prepared(Generic[R_co]):
     choices: list[NewChoice]
     #: what each answer begins with: the prompt's text when the request asks for an echo
     echoes: list[str]
+    #: what is known about the answers before they begin
+    form: AnswerForm = UNDIVIDED
 
 
 class Preparer:
     """Knows the tokenizer and the chat template; either may be missing.
 
-    A request may ask for `max_answers` at most, counted before any of its prompts is looked at.
+    A request may ask for `max_answers` at most, counted before any of its prompts is looked at. `enable_thinking` is
+    for requests that do not set it; `reasoning` is `model.reasoning`.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, *, max_answers: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None,
+        *,
+        max_answers: int,
+        enable_thinking: bool | None = None,
+        reasoning: ReasoningSetting = "auto",
+    ) -> None:
         self._max_answers = max_answers
         self._tokenizer = tokenizer
         self._template = template
+        self._enable_thinking = enable_thinking
+        self._reasoning = reasoning_mode(reasoning, template)
+        self._think_end_id = None if tokenizer is None else tokenizer.token_id(THINK_END)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -82,9 +107,20 @@ class Preparer:
         check_model(request.model, info)
         count = choices_of(request)
         self._check_answers(count, "n")
-        ids = self._encode(self._render(request), add_special_tokens=False, field="messages", info=info)
+        tools = tools_of(request)
+        check_options(request, self._needed_template().options)
+        style = self._call_style(request) if tools else None
+        text = self._render(request, tools)
+        ids = self._encode(text, add_special_tokens=False, field="messages", info=info)
         choices = self._choices(request, ids, info, count, "messages")
-        return Prepared(request, choices, [""] * count)
+        form = AnswerForm(
+            begin_of(text, self._reasoning),
+            style,
+            {tool.function.name: tool.function.parameters or {} for tool in tools},
+            one_call=request.parallel_tool_calls is False,
+            think_end_id=self._think_end_id,
+        )
+        return Prepared(request, choices, [""] * count, form)
 
     def tokenize(self, body: bytes, info: ModelInfo) -> Tokenized:
         request = parse(TokenizeRequest, body)
@@ -92,9 +128,15 @@ class Preparer:
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "prompt: send either prompt or messages")
         if request.prompt is not None:
+            if request.tools:
+                raise invalid("tools", "tools: goes with messages, not with prompt")
             ids = self._encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
         else:
-            ids = self._encode(self._render(request), add_special_tokens=False, field="messages")
+            check_options(request, self._needed_template().options)
+            if tools := tools_of(request):
+                self._call_style(request)
+            text = self._render(request, tools)
+            ids = self._encode(text, add_special_tokens=False, field="messages")
         return Tokenized(ids, len(ids), info.max_model_len)
 
     def detokenize(self, body: bytes, info: ModelInfo) -> Detokenized:
@@ -139,22 +181,41 @@ class Preparer:
                 raise invalid(field, f"{field}: {error.message}") from error
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _render(self, request: ChatRequest | TokenizeRequest) -> str:
+    def _call_style(self, request: Conversation) -> CallStyle:
+        """The form in which the model writes calls of the request's tools."""
+        try:
+            return call_style(self._needed_template(), template_options(request, self._enable_thinking))
+        except ToolsError as error:
+            raise unsupported("tools", f"tools: {error}") from error
+
+    def _render(self, request: Conversation, tools: Sequence[Tool]) -> str:
         """The prompt text of a conversation, to be encoded without adding special tokens: the template wrote them.
 
         The text of a message is not escaped: what spells a special token in it becomes that token.
         """
+        template = self._needed_template()
         if not request.messages:
             raise invalid("messages", "messages: is empty; at least one message is needed")
-        if self._template is None:
-            raise invalid("messages", "messages: the model has no chat template; set model.chat_template to a file")
+        messages = template_messages(request.messages)
+        calling = next((index for index, message in enumerate(messages) if "tool_calls" in message), None)
+        if calling is not None and "tool_calls" not in template.source:
+            field = f"messages[{calling}].tool_calls"
+            raise unsupported(field, f"{field}: the model's chat template does not show calls to the model")
         add_prompt = not (isinstance(request, TokenizeRequest) and request.add_generation_prompt is False)
         try:
-            return self._template.render(
-                template_messages(request.messages), add_generation_prompt=add_prompt, kwargs=template_options(request)
+            return template.render(
+                messages,
+                add_generation_prompt=add_prompt,
+                kwargs=template_options(request, self._enable_thinking),
+                tools=template_tools(tools),
             )
         except ChatTemplateError as error:
             raise invalid("messages", f"messages: {error}") from error
+
+    def _needed_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise invalid("messages", "messages: the model has no chat template; set model.chat_template to a file")
+        return self._template
 
     def _echo(self, prompt: Prompt, request: CompletionRequest) -> str:
         if isinstance(prompt, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,16 +12,22 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from rlt.text.parts import AnswerForm, AnswerParts, Parts
+from rlt.text.toolcalls import ToolCall as FoundCall
 from rlt_protocols.openai import (
     Answer,
     ChatChoice,
     ChatChunkChoice,
     ChatMessage,
     CompletionChoice,
+    CompletionTokensDetails,
     Delta,
+    FunctionCall,
     GenerationRequest,
     LoopUsage,
     PromptTokensDetails,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from rltd.frontend.job import Choice, Job, Update
@@ -80,24 +87,32 @@ class Shape(ABC):
         """The event for an update, or None when it has nothing to show yet."""
         first = update.choice.index not in self._begun
         asked_for = update.token_ids and self._with_empty
-        if not (update.texts or update.finish_reason or asked_for or (first and self._begins_alone(update.choice))):
+        parts = self._parts(update)
+        if not (any(parts) or update.finish_reason or asked_for or (first and self._begins_alone(update.choice))):
             return None
         self._begun.add(update.choice.index)
-        return event(_encoder.encode(self._chunk(update, first)))
+        return event(_encoder.encode(self._chunk(update, parts, first)))
 
     def usage_chunk(self) -> bytes:
         """The event with the totals, after the last chunk."""
-        return event(_encoder.encode(self._answer((), usage_of(self._job), chunk=True)))
+        return event(_encoder.encode(self._answer((), self._usage(), chunk=True)))
 
     def whole(self, answers: Sequence[Collected]) -> bytes:
         """The body of an answer that is not streamed."""
-        return _encoder.encode(self._whole(answers, usage_of(self._job)))
+        return _encoder.encode(self._whole(answers))
 
     @abstractmethod
-    def _chunk(self, update: Update, first: bool) -> Answer: ...
+    def _parts(self, update: Update) -> Parts:
+        """What there is to show of an update's text."""
 
     @abstractmethod
-    def _whole(self, answers: Sequence[Collected], usage: Usage) -> Answer: ...
+    def _chunk(self, update: Update, parts: Parts, first: bool) -> Answer: ...
+
+    @abstractmethod
+    def _whole(self, answers: Sequence[Collected]) -> Answer: ...
+
+    def _usage(self) -> Usage:
+        return usage_of(self._job)
 
     @abstractmethod
     def _begins_alone(self, choice: Choice) -> bool:
@@ -138,11 +153,14 @@ class Shape(ABC):
 class CompletionShape(Shape):
     _object = _chunk_object = "text_completion"
 
-    def _chunk(self, update: Update, first: bool) -> Answer:
+    def _parts(self, update: Update) -> Parts:
+        return Parts(content=update.text)
+
+    def _chunk(self, update: Update, parts: Parts, first: bool) -> Answer:
         index = update.choice.index
         choice = CompletionChoice(
             index=index,
-            text=self._echoes[index] + update.text if first else update.text,
+            text=self._echoes[index] + parts.content if first else parts.content,
             finish_reason=update.finish_reason,
             stop_reason=update.stop_reason,
             token_ids=self._ids(update.token_ids),
@@ -151,7 +169,7 @@ class CompletionShape(Shape):
         )
         return self._answer((choice,), self._no_usage, chunk=True)
 
-    def _whole(self, answers: Sequence[Collected], usage: Usage) -> Answer:
+    def _whole(self, answers: Sequence[Collected]) -> Answer:
         choices = tuple(
             CompletionChoice(
                 index=index,
@@ -164,7 +182,7 @@ class CompletionShape(Shape):
             )
             for index, answer in enumerate(answers)
         )
-        return self._answer(choices, usage, chunk=False)
+        return self._answer(choices, self._usage(), chunk=False)
 
     def _begins_alone(self, choice: Choice) -> bool:
         return bool(self._echoes[choice.index])
@@ -174,12 +192,43 @@ class ChatShape(Shape):
     _object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
-    def _chunk(self, update: Update, first: bool) -> Answer:
-        role: Literal["assistant"] | UnsetType = "assistant" if first else UNSET
+    def __init__(
+        self,
+        request: GenerationRequest,
+        job: Job,
+        model: str,
+        echoes: list[str],
+        *,
+        has_text: bool = True,
+        form: AnswerForm,
+    ) -> None:
+        super().__init__(request, job, model, echoes, has_text=has_text)
+        self._dividers = [AnswerParts(form) for _ in job.choices]
+        #: calls told so far, by answer
+        self._calls = [0] * len(job.choices)
+
+    def _parts(self, update: Update) -> Parts:
+        divider = self._dividers[update.choice.index]
+        return divider.feed(update.text, update.token_ids, final=update.finish_reason is not None)
+
+    def _chunk(self, update: Update, parts: Parts, first: bool) -> Answer:
+        index = update.choice.index
+        calls = [
+            ToolCallDelta(index=number, id=_call_id(), function=_function(call))
+            for number, call in enumerate(parts.calls, self._calls[index])
+        ]
+        self._calls[index] += len(calls)
+        alone = first and not (parts.reasoning or calls)
+        delta = Delta(
+            role="assistant" if first else UNSET,
+            reasoning_content=parts.reasoning or UNSET,
+            content=parts.content if parts.content or alone else UNSET,
+            tool_calls=calls or UNSET,
+        )
         choice = ChatChunkChoice(
-            index=update.choice.index,
-            delta=Delta(role, update.text if update.texts or first else UNSET),
-            finish_reason=update.finish_reason,
+            index=index,
+            delta=delta,
+            finish_reason=self._finish_reason(index, update.finish_reason),
             stop_reason=update.stop_reason,
             token_ids=self._ids(update.token_ids),
             depths=self._depths(update.depths),
@@ -187,22 +236,51 @@ class ChatShape(Shape):
         prompt_ids = self._prompt_ids(0) if len(self._begun) == 1 and first else UNSET
         return self._answer((choice,), self._no_usage, chunk=True, prompt_token_ids=prompt_ids)
 
-    def _whole(self, answers: Sequence[Collected], usage: Usage) -> Answer:
-        choices = tuple(
-            ChatChoice(
-                index=index,
-                message=ChatMessage("".join(answer.texts)),
-                finish_reason=answer.finish_reason,
-                stop_reason=answer.stop_reason,
-                token_ids=self._ids(answer.token_ids),
-                depths=self._depths(answer.depths),
-            )
-            for index, answer in enumerate(answers)
+    def _whole(self, answers: Sequence[Collected]) -> Answer:
+        choices = tuple(self._whole_choice(index, answer) for index, answer in enumerate(answers))
+        return self._answer(choices, self._usage(), chunk=False, prompt_token_ids=self._prompt_ids(0))
+
+    def _whole_choice(self, index: int, answer: Collected) -> ChatChoice:
+        parts = self._dividers[index].feed("".join(answer.texts), answer.token_ids, final=True)
+        return ChatChoice(
+            index=index,
+            message=_message(parts),
+            finish_reason=self._finish_reason(index, answer.finish_reason),
+            stop_reason=answer.stop_reason,
+            token_ids=self._ids(answer.token_ids),
+            depths=self._depths(answer.depths),
         )
-        return self._answer(choices, usage, chunk=False, prompt_token_ids=self._prompt_ids(0))
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._dividers[index].called else reason
+
+    def _usage(self) -> Usage:
+        usage = super()._usage()
+        counts = [divider.reasoning_tokens for divider in self._dividers]
+        known = [count for count in counts if count is not None]
+        if len(known) < len(counts):
+            return usage
+        return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(sum(known)))
 
     def _begins_alone(self, choice: Choice) -> bool:
         return True
+
+
+def _message(parts: Parts) -> ChatMessage:
+    calls = [ToolCall(id=_call_id(), function=_function(call)) for call in parts.calls]
+    return ChatMessage(
+        reasoning_content=parts.reasoning or UNSET,
+        content=None if not parts.content and (parts.reasoning or calls) else parts.content,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _function(call: FoundCall) -> FunctionCall:
+    return FunctionCall(call.name, call.arguments)
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 def usage_of(job: Job) -> Usage:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -23,6 +23,17 @@ TEMPLATE_FILE = "chat_template.jinja"
 #: The names that the renderer itself sets; a request cannot replace them.
 RESERVED_NAMES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
+#: A template is a program of the checkpoint: it can fail in any of the ways in which an expression can.
+_FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+)
+
 
 class ChatTemplateError(Exception):
     """A template refused the messages or failed on them; the text is for the client."""
@@ -33,11 +44,16 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """Compile `source`. Raises `ChatTemplateError` when it is no valid template."""
+        self.source = source
         self._special_tokens = dict(special_tokens or {})
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            names = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template is broken: {error}") from error
+        #: the names that requests may set: what the template reads and nobody else gives it
+        self.options = frozenset(names - RESERVED_NAMES - self._special_tokens.keys())
 
     def render(
         self,
@@ -45,10 +61,12 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt text of a conversation; tokenise it without adding special tokens, they are in the text.
 
-        `kwargs` are the template's own options, such as `enable_thinking`. Raises `ChatTemplateError`.
+        `kwargs` are the template's own options, such as `enable_thinking`; `tools` have the form of the HTTP API.
+        Raises `ChatTemplateError`.
         """
         options = dict(kwargs or {})
         if taken := RESERVED_NAMES & options.keys():
@@ -56,10 +74,9 @@ class ChatTemplate:
         names = self._special_tokens | options
         try:
             return self._template.render(
-                **names, messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None
+                **names, messages=messages, add_generation_prompt=add_generation_prompt, tools=tools, documents=None
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            # A template is a program of the checkpoint: it can fail in any of the ways in which an expression can.
+        except _FAILURES as error:
             raise ChatTemplateError(f"the chat template cannot render these messages: {error}") from error
         except RecursionError as error:
             raise ChatTemplateError(

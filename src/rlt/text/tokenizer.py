@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from rlt.errors import ModelError
+from rlt.text.tags import TAGS
 
 TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
@@ -48,11 +49,12 @@ class Tokenizer:
         self._decoding = _read_decoding(settings.get("decoder"))
         self._widest = _widest_token(settings, self._decoding)
         added = inner.get_added_tokens_decoder()
-        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._special = frozenset(i for i, token in added.items() if token.special and token.content not in TAGS)
         self._pieces: dict[int, bytes] = {}
 
     @property
     def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that are left out of a text, unless asked for."""
         return self._special
 
     @property
