@@ -14,6 +14,7 @@ from rlt.bench.numbers import percentile, spread_ms, tails_ms
 from rlt.bench.serve import BenchError, Load, Timing, measure, summary
 from rlt.bench.workload import random_prompts, task_prompts
 from rlt.cli.main import main
+from rlt.cli.options import command_line
 
 Reply = Callable[[dict[str, Any]], tuple[int, list[str]]]
 
@@ -262,3 +263,8 @@ class TestCommand:
         captured = capsys.readouterr()
         assert json.loads(captured.out)["failed"] == 1
         assert captured.err == "rlt: 1 of 2 requests failed; the first: HTTP 500: x\n"
+
+
+def test_a_result_never_holds_a_key() -> None:
+    words = ["bench", "serve", "--api-key", "s e cret", "--api-key=secret", "--seed", "1"]
+    assert command_line(words) == "rlt bench serve --api-key ... --api-key=... --seed 1"

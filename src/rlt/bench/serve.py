@@ -134,7 +134,7 @@ async def _only_model(client: httpx.AsyncClient) -> str:
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
     except httpx.HTTPStatusError as error:
-        answer = f"answers {error.response.status_code}: {_message(error.response.content)}"
+        answer = f"answers {error.response.status_code}: {error_text(error.response.content)}"
         hint = "; give --model" if error.response.status_code == 404 else ""
         raise BenchError(f"{client.base_url}: /v1/models {answer}{hint}") from error
     except httpx.HTTPError as error:
@@ -152,7 +152,7 @@ async def _request(client: httpx.AsyncClient, body: dict[str, Any], start: float
     try:
         async with client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
-                timing.error = f"HTTP {response.status_code}: {_message(await response.aread())}"
+                timing.error = f"HTTP {response.status_code}: {error_text(await response.aread())}"
                 return timing
             async for event in _events(response):
                 now = time.perf_counter() - start
@@ -193,7 +193,7 @@ def _count(timing: Timing, usage: dict[str, Any] | None) -> None:
             timing.loops = int(usage["loops"]["total"])
 
 
-def _message(content: bytes) -> str:
+def error_text(content: bytes) -> str:
     """The message of an error body, or the start of whatever came instead, in one line."""
     try:
         text = str(json.loads(content)["error"]["message"])

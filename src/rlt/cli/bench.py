@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from rlt.cli.options import Assignments, ConfigFile, Device, Dtype, Json, Model, Seed, open_llm
+from rlt.cli.options import Assignments, ConfigFile, Device, Dtype, Json, Model, Seed, command_line, open_llm
 from rlt.errors import RltError
 
 app = typer.Typer(no_args_is_help=True, help="Speed, as one JSON result each.", pretty_exceptions_enable=False)
@@ -199,7 +198,7 @@ def _report(result: dict[str, Any], as_json: bool, local: bool = True) -> None:
     """Print a result; `local` says that this process did the computing, so torch is part of the environment."""
     from rlt.bench import environment
 
-    result |= {"env": environment(with_torch=local), "command": shlex.join(["rlt", *sys.argv[1:]])}
+    result |= {"env": environment(with_torch=local), "command": command_line(sys.argv[1:])}
     if as_json:
         typer.echo(json.dumps(result))
         return

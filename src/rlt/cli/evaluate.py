@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,27 +15,30 @@ from rlt.cli.options import Assignments, ConfigFile, Device, Dtype, Json, Model,
 from rlt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlt.evals.tasks import Example
-    from rlt.llm import LLM
+    from rlt.evals.answers import Answerer
 
 app = typer.Typer(
     no_args_is_help=True, help="Accuracy on tasks with checkable answers.", pretty_exceptions_enable=False
 )
 
-#: Longer than any right answer with its end-of-text token.
-MAX_TOKENS = 24
+BaseUrl = Annotated[
+    str | None, typer.Option(help="Ask this OpenAI-compatible server (without /v1) instead; --model is its model then.")
+]
+ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token for --base-url.")]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="Most requests at a time with --base-url (default: 16).")]
+Timeout = Annotated[
+    float | None, typer.Option(min=0.001, help="Seconds to wait for one answer with --base-url (default: 1800).")
+]
+Thinking = Annotated[
+    bool | None, typer.Option("--thinking/--no-thinking", help="The chat template's enable_thinking, in chat form.")
+]
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """How one setting did: which examples were right, and the mean loops of its output tokens."""
+class Form(StrEnum):
+    """How a question is put."""
 
-    right: tuple[bool, ...]
-    mean_loops: float
-
-    @property
-    def exact_match(self) -> float:
-        return sum(self.right) / len(self.right)
+    RAW = "raw"
+    CHAT = "chat"
 
 
 @app.callback()
@@ -46,10 +51,19 @@ def tasks(
     *,
     model: Model = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Examples per task.")] = 200,
-    seed: Seed = 0,
+    form: Annotated[Form, typer.Option(help="As text to continue, or as a chat.")] = Form.RAW,
+    loops: Annotated[
+        str | None, typer.Option(help="Numbers of loops to compare, separated by commas (default: the model's).")
+    ] = None,
     thresholds: Annotated[
-        str, typer.Option(help="Exit thresholds to compare, separated by commas.")
-    ] = "0.3,0.5,0.7,0.9",
+        str | None, typer.Option(help="Exit thresholds to compare, separated by commas (default: the exit rule's).")
+    ] = None,
+    thinking: Thinking = None,
+    seed: Seed = 0,
+    base_url: BaseUrl = None,
+    api_key: ApiKey = None,
+    concurrency: Concurrency = None,
+    timeout: Timeout = None,
     device: Device = None,
     dtype: Dtype = None,
     config: ConfigFile = None,
@@ -57,91 +71,178 @@ def tasks(
     as_json: Json = False,
 ) -> None:
     """Exact match on the built-in tasks' held-out wording: at the model's defaults, per depth and per threshold."""
-    from rlt.bench import environment
+    from rlt.cli import eval_tables
+    from rlt.evals.accuracy import evaluate, make_plan
     from rlt.evals.tasks import examples
 
-    levels = parse_thresholds(thresholds)
-    llm = open_llm(model, device, dtype, config, assignments)
-    try:
-        result = {**evaluate(llm, list(examples("heldout", n, seed)), levels), "env": environment()}
-    finally:
-        llm.close()
-    if as_json:
-        typer.echo(json.dumps(result))
-    else:
-        _print(result)
+    depths = None if loops is None else [int(m) for m in parse_numbers("--loops", loops, whole=True)]
+    levels = None if thresholds is None else parse_numbers("--thresholds", thresholds)
+    chat = form is Form.CHAT
+    local = (device, dtype, config, assignments)
+    remote = (base_url, api_key, concurrency, timeout)
+    with closing(open_answerer(model, local, remote, chat=chat, thinking=thinking)) as answerer:
+        plan, questions = make_plan(answerer, depths, levels), list(examples("heldout", n, seed))
+        with progress("answers", plan.runs * len(questions)) as step:
+            result = evaluate(answerer, questions, form.value, plan, step)
+    _report(result, base_url, as_json, eval_tables.print_tasks)
+    if failed := result.get("failed"):
+        _fail(failed, plan.runs * len(questions), result["first_error"], "")
 
 
-def parse_thresholds(text: str) -> list[float]:
-    """Numbers from 0 to 1 out of a comma-separated list. Raises `ConfigError`."""
+@app.command()
+def gsm8k(
+    *,
+    data: Annotated[Path, typer.Option(help="JSON lines with question and answer, such as GSM8K's test file.")],
+    shots_data: Annotated[
+        Path | None,
+        typer.Option(help="File to take the worked examples from, such as its train file (default: --data)."),
+    ] = None,
+    shots: Annotated[int, typer.Option(min=0, help="Worked examples: the first lines of their file.")] = 5,
+    limit: Annotated[int | None, typer.Option(min=1, help="Ask only so many questions.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Keep what came of each question here; a run that was stopped goes on from it.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask as a chat, for instruct and thinking models.")] = False,
+    thinking: Thinking = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer (default: 512, or 4096 with --chat).")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Question i is sampled with this seed + i, at a temperature above 0.")] = 0,
+    min_loops: Annotated[int | None, typer.Option(min=1)] = None,
+    max_loops: Annotated[int | None, typer.Option(min=1, help="Most loops per token.")] = None,
+    exit_threshold: Annotated[float | None, typer.Option(min=0, help="On the exit rule's scale.")] = None,
+    model: Model = None,
+    base_url: BaseUrl = None,
+    api_key: ApiKey = None,
+    concurrency: Concurrency = None,
+    timeout: Timeout = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    config: ConfigFile = None,
+    assignments: Assignments = None,
+    as_json: Json = False,
+) -> None:
+    """Exact match on grade-school mathematics (GSM8K) from a local file."""
+    from rlt.cli import eval_tables
+    from rlt.evals.gsm8k import RAW_STOP, choose, read_questions
+    from rlt.evals.gsm8k_run import Exam, check, run, summary, unanswered
+    from rlt.evals.records import RecordFile
+    from rlt_protocols.params import SamplingParams
+
+    examples, questions = choose(
+        read_questions(data), None if shots_data is None else read_questions(shots_data), shots, limit
+    )
+    for option, value in (("--temperature", temperature), ("--exit-threshold", exit_threshold)):
+        if value == float("inf"):
+            raise ConfigError([f"{option}: must be a finite number"])
+    params = SamplingParams(
+        max_tokens=max_tokens or (4096 if chat else 512),
+        temperature=temperature,
+        seed=seed if temperature > 0 else None,
+        stop=() if chat else RAW_STOP,
+        min_loops=min_loops,
+        max_loops=max_loops,
+        exit_threshold=exit_threshold,
+    )
+    exam = Exam("chat" if chat else "raw", examples, questions, params, thinking)
+    local = (device, dtype, config, assignments)
+    remote = (base_url, api_key, concurrency, timeout)
+    with closing(open_answerer(model, local, remote, chat=chat, thinking=thinking)) as answerer:
+        if answerer.loops is None and (min_loops, max_loops, exit_threshold) != (None, None, None):
+            raise ConfigError(["--min-loops, --max-loops, --exit-threshold: the server's model has no loops to set"])
+        settings = exam.settings(answerer)
+        with RecordFile(record, settings) as file:
+            check(exam, file)
+            with progress("questions", len(questions), len(questions) - len(unanswered(exam, file))) as step:
+                records = run(answerer, exam, file, step)
+    result = {"model": settings["model"], "task": "gsm8k", **summary(records), "settings": settings}
+    _report(result | ({} if record is None else {"record": str(record)}), base_url, as_json, eval_tables.print_gsm8k)
+    if failed := result["failed"]:
+        hint = "; run it again to ask them again" if record is not None else ""
+        _fail(failed, len(records), result["first_error"], hint)
+
+
+def parse_numbers(option: str, text: str, *, whole: bool = False) -> list[float]:
+    """Numbers out of a comma-separated list: 0 or more, or `whole` ones of 1 or more. Raises `ConfigError`."""
+    example = "1,2,4" if whole else "0.5,0.9"
     try:
-        values = [float(part) for part in text.split(",")]
+        values = [float(int(part) if whole else float(part)) for part in text.split(",")]
     except ValueError as error:
-        raise ConfigError([f"--thresholds: {text!r} is not a list of numbers such as 0.5,0.9"]) from error
-    if not all(0 <= value <= 1 for value in values):
-        raise ConfigError([f"--thresholds: {text!r} must be numbers from 0 to 1"])
+        raise ConfigError([f"{option}: {text!r} is not a list of numbers such as {example}"]) from error
+    low = 1 if whole else 0
+    if not all(low <= value < float("inf") for value in values):
+        raise ConfigError([f"{option}: {text!r} must be numbers of {low} or more"])
     return values
 
 
-def evaluate(llm: LLM, examples: Sequence[Example], thresholds: Sequence[float]) -> dict[str, Any]:
-    """The evaluation's JSON structure, without the environment.
+def open_answerer(
+    model: str | None,
+    local: tuple[str | None, str | None, Path | None, list[str] | None],
+    remote: tuple[str | None, str | None, int | None, float | None],
+    *,
+    chat: bool,
+    thinking: bool | None,
+) -> Answerer:
+    """Who answers: the server of `remote` (base URL, API key, concurrency, timeout), or without a base URL the model
+    of `local` (device, dtype, configuration file, assignments) in this process. Raises `RltError`."""
+    base_url, api_key, concurrency, timeout_s = remote
+    if thinking is not None and not chat:
+        raise ConfigError(["--thinking: belongs to the chat form"])
+    if base_url is None:
+        for option, value in (("--concurrency", concurrency), ("--timeout", timeout_s)):
+            if value is not None:
+                raise ConfigError([f"{option}: belongs to --base-url"])
+        from rlt.evals.offline import LlmAnswerer
 
-    `by_loops` runs every token m loops deep (no early exit); `by_threshold` lets tokens exit early, up to full depth.
-    A model of fixed depth has one number of loops and no thresholds.
-    """
-    default = score(llm, examples)
-    names = dict.fromkeys(example.task for example in examples)
-    by_task = {name: [ok for ok, e in zip(default.right, examples, strict=True) if e.task == name] for name in names}
-    loops, fixed = llm.info.loops, llm.info.full_depth is not None
-    depths = {str(m): score(llm, examples, max_loops=m, threshold=1.0) for m in range(loops if fixed else 1, loops + 1)}
-    exits = {f"{q:g}": score(llm, examples, max_loops=loops, threshold=q) for q in thresholds if not fixed}
-    return {
-        "model": llm.info.name,
-        "tasks": {name: {"n": len(right), "exact_match": sum(right) / len(right)} for name, right in by_task.items()},
-        "exact_match": default.exact_match,
-        "mean_loops": default.mean_loops,
-        "by_loops": {m: result.exact_match for m, result in depths.items()},
-        "by_threshold": {
-            q: {"exact_match": result.exact_match, "mean_loops": result.mean_loops} for q, result in exits.items()
-        },
-    }
+        llm = open_llm(model, *local)
+        try:
+            return LlmAnswerer(llm, chat=chat, thinking=thinking)
+        except BaseException:
+            llm.close()
+            raise
+    for option, setting in zip(("--device", "--dtype", "--config", "--set"), local, strict=True):
+        if setting:
+            raise ConfigError([f"{option}: with --base-url, the server has its own"])
+    from rlt.evals.endpoint import CONCURRENCY, TIMEOUT_S, Endpoint, EndpointAnswerer
 
-
-def score(
-    llm: LLM, examples: Sequence[Example], *, max_loops: int | None = None, threshold: float | None = None
-) -> Score:
-    """Answer all examples greedily in the raw completion form; None leaves a limit at the model's default."""
-    from rlt_protocols.params import SamplingParams
-
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=MAX_TOKENS,
-        stop=("\n",),
-        max_loops=max_loops,
-        min_loops=None if max_loops is None or llm.info.full_depth is not None else 1,
-        exit_threshold=threshold,
+    endpoint = Endpoint(
+        base_url.rstrip("/").removesuffix("/v1"),
+        model,
+        api_key,
+        concurrency=concurrency or CONCURRENCY,
+        timeout_s=timeout_s or TIMEOUT_S,
+        thinking=thinking,
     )
-    outputs = [output.outputs[0] for output in llm.generate([example.prompt for example in examples], params)]
-    right = tuple(o.text.strip() == example.answer for o, example in zip(outputs, examples, strict=True))
-    depths = [depth for output in outputs for depth in output.depths]
-    return Score(right, sum(depths) / len(depths))
+    return EndpointAnswerer(endpoint)
 
 
-def _print(result: dict[str, Any]) -> None:
+@contextmanager
+def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, if that is a terminal; the callable moves it on by one."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console()
-    tasks = Table("task", "n", "exact match", title=f"{result['model']}: held-out tasks")
-    for name, row in result["tasks"].items():
-        tasks.add_row(name, str(row["n"]), f"{row['exact_match']:.1%}")
-    total = sum(row["n"] for row in result["tasks"].values())
-    tasks.add_row("all", str(total), f"{result['exact_match']:.1%}", style="bold")
-    console.print(tasks)
-    depth = Table("setting", "exact match", "mean loops", title="depth")
-    depth.add_row("model's default", f"{result['exact_match']:.1%}", f"{result['mean_loops']:.2f}")
-    for loops, accuracy in result["by_loops"].items():
-        depth.add_row(f"max_loops {loops}", f"{accuracy:.1%}", f"{float(loops):.2f}")
-    for threshold, row in result["by_threshold"].items():
-        depth.add_row(f"threshold {threshold}", f"{row['exact_match']:.1%}", f"{row['mean_loops']:.2f}")
-    console.print(depth)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total, completed=done)
+        yield lambda: bar.advance(task)
+
+
+def _report(
+    result: dict[str, Any], base_url: str | None, as_json: bool, show: Callable[[dict[str, Any]], None]
+) -> None:
+    from rlt.bench import environment
+
+    if as_json:
+        target = {} if base_url is None else {"base_url": base_url}
+        typer.echo(json.dumps(result | target | {"env": environment(with_torch=base_url is None)}))
+    else:
+        show(result)
+
+
+def _fail(failed: int, total: int, first_error: str, hint: str) -> None:
+    from rlt.evals.answers import EvalError
+
+    raise EvalError(f"{failed} of {total} questions failed{hint}; the first: {first_error}")

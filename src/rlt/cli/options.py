@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,13 +26,24 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 Seed = Annotated[int, typer.Option(help="Seed of the examples.")]
 
 
+def command_line(arguments: Sequence[str]) -> str:
+    """The command that a result came from, without keys: results are kept and shown."""
+    words = ["rlt"]
+    for word in arguments:
+        hidden = "..." if words[-1] == "--api-key" else word
+        words.append("--api-key=..." if word.startswith("--api-key=") else hidden)
+    return shlex.join(words)
+
+
 def open_llm(
     model: str | None, device: str | None, dtype: str | None, config: Path | None, assignments: list[str] | None
 ) -> LLM:
-    """The model that the shared options name. Raises `RltError`."""
+    """The model that the shared options name; shows how far it is loaded. Raises `RltError`."""
     from rlt.config import load_config
 
     settings = load_config(config, assignments=assignments or ())
+    from rlt.cli.loading import loading
     from rlt.llm import LLM
 
-    return LLM(model, device=device, dtype=dtype, config=dataclasses.asdict(settings))
+    with loading() as progress:
+        return LLM(model, device=device, dtype=dtype, config=dataclasses.asdict(settings), progress=progress)
