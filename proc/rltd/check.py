@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlt.config import Config, KvConfig
+from rlt.config import Config
 from rlt.models.spec import ModelSpec
 
 
@@ -27,14 +28,54 @@ class MemoryPlan:
     request_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What the weights are, as the tensors' shapes say; a tensor that only repeats another one is no parameter."""
+
+    parameters: int
+    tensors: int
+
+
 def check_text(config: Config, directory: Path) -> None:
     """Read the tokenizer and the chat template as the processes would. Raises `ModelError`."""
     from rlt.text.chat import load_chat_template
+    from rlt.text.reasoning import check_thinking
     from rlt.text.tokenizer import load_tokenizer
 
     override = config.model.chat_template
     load_tokenizer(directory)
-    load_chat_template(directory, Path(override) if override is not None else None)
+    template = load_chat_template(directory, Path(override) if override is not None else None)
+    check_thinking(config.model.enable_thinking, template)
+
+
+def model_size(spec: ModelSpec) -> ModelSize:
+    """Parameters and tensors of a checkpoint of this shape."""
+    from rlt.models.registry import MATHS
+
+    maths = MATHS[spec.family]
+    shapes = maths.shapes(spec)
+    kept = [shape for name, shape in shapes.items() if name not in maths.derived]
+    return ModelSize(sum(map(math.prod, kept)), len(shapes))
+
+
+def kv_bytes_per_token(config: Config, spec: ModelSpec, dtype: str) -> dict[str, int]:
+    """Bytes of a generated token's keys and values: in one loop, outside of the loops, and per layout at full depth.
+
+    Of the layouts, those that a model of this family can have.
+    """
+    import torch
+
+    from rlt.exec.memory import page_bytes
+    from rlt.kv.layout import parse_layout
+    from rlt.support import LAYOUTS, family_refusals
+
+    one = page_bytes(spec, 1, getattr(torch, dtype))
+    sizes = {"one_loop": one, "outside_loops": one * spec.outer_layers // spec.layers}
+    for name in dict.fromkeys((*LAYOUTS, config.kv.layout)):
+        asked = replace(config, kv=replace(config.kv, layout=name))
+        if not family_refusals(asked, spec.family, spec.loops):
+            sizes[name] = one * parse_layout(name, spec.outer_lists).decode_lists(spec.loops)
+    return sizes
 
 
 def plan_memory(config: Config, directory: Path, spec: ModelSpec) -> MemoryPlan:
@@ -53,9 +94,8 @@ def plan_memory(config: Config, directory: Path, spec: ModelSpec) -> MemoryPlan:
     dtype = choose_dtype(config.model.dtype, device)
     weights = check_model(directory, spec, dtype)
     one_page = page_bytes(spec, config.kv.page_size, dtype)
-    kv = config.kv if device.type == "cpu" else _after_loading(config.kv, weights, device.index)
-    pages = plan_pages(kv, spec, dtype, device)
-    layout = parse_layout(config.kv.layout)
+    pages = plan_pages(config.kv, spec, dtype, device, not_loaded_bytes=weights)
+    layout = parse_layout(config.kv.layout, spec.outer_lists)
     return MemoryPlan(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
@@ -63,19 +103,6 @@ def plan_memory(config: Config, directory: Path, spec: ModelSpec) -> MemoryPlan:
         page_bytes=one_page,
         pages=pages,
         cache_bytes=pages * one_page,
-        cache_tokens=pages // layout.decode_planes(spec.loops) * config.kv.page_size,
+        cache_tokens=pages // layout.decode_lists(spec.loops) * config.kv.page_size,
         request_tokens=layout.most_tokens(pages, spec.loops, config.kv.page_size),
     )
-
-
-def _after_loading(kv: KvConfig, weights_bytes: int, gpu: int | None) -> KvConfig:
-    """`kv` with its share of the GPU's memory in bytes, counted as if the weights were loaded already."""
-    import torch
-
-    from rlt.exec.memory import GPU_DEFAULT_FRACTION
-
-    if kv.pages is not None or kv.bytes is not None:
-        return kv
-    free, _ = torch.cuda.mem_get_info(gpu)
-    share = GPU_DEFAULT_FRACTION if kv.memory_fraction is None else kv.memory_fraction
-    return replace(kv, bytes=max(0, int((free - weights_bytes) * share)))

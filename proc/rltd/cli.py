@@ -83,7 +83,7 @@ def check(
     """Read the configuration and the model's files, print what they mean, start nothing."""
     from rlt.models.checkpoint import read_spec
     from rlt.models.directory import resolve_model
-    from rltd.check import check_text, plan_memory
+    from rltd.check import check_text, kv_bytes_per_token, model_size, plan_memory
     from rltd.supervisor.listen import check_host
 
     try:
@@ -99,7 +99,14 @@ def check(
         _print_section(section.name, getattr(resolved, section.name))
     print(f"# the model in {directory}")
     _print_section("facts", spec)
+    _print_section("size", model_size(spec))
     _print_section("memory", memory)
+    # What publications state is in bfloat16.
+    for dtype in dict.fromkeys((memory.dtype, "bfloat16")):
+        print(f"[kv_bytes_per_token.{dtype}]")
+        for layout, size in kv_bytes_per_token(resolved, spec, dtype).items():
+            print(f"{json.dumps(layout)} = {size}")
+        print()
 
 
 def _load(config: Path | None, flags: Flags, assignments: list[str] | None, debug: bool) -> Config:

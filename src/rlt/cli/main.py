@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import rlt
-from rlt.cli import bench, evaluate, generate
+from rlt.cli import bench, evaluate, generate, make_checkpoint
 from rlt.errors import ConfigError, RltError
 from rlt_protocols.params import ParamError
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("generate")(generate.generate)
+app.command("make-checkpoint")(make_checkpoint.make_checkpoint)
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
 

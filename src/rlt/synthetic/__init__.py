@@ -1,0 +1,1 @@
+"""Synthetic checkpoints: the published shapes with generated weights, for benchmarks without the real ones."""
