@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 class KvPool:
-    """Keys and values of all layers: two tensors [layers, pages, page_size, kv_heads, head_dim].
+    """Keys and values: two tensors [layers, pages, page_size, kv_heads, head_dim].
 
-    A page belongs to one (request, plane) and holds the same positions in every layer. Keys are stored after RoPE.
+    A page belongs to one page list of a request and holds the same positions in every layer: those that loop, or as
+    many of the outer ones (`ModelSpec.outer_lists`). Keys are stored after RoPE.
     Page 0 is the dummy page. Only it is cleared: masked keys must be finite numbers.
     """
 
@@ -58,7 +59,7 @@ class PromptSpan:
 
 @dataclass(frozen=True, slots=True)
 class TickBatch:
-    """One tick's rows as attention sees them: decode rows first, then the prompt spans.
+    """Rows of a tick as attention sees them: decode rows first, then the prompt spans.
 
     `write` [rows] is the flat position that takes each row's key and value. Decode row i attends, for each list l, to
     the first `counts[i, l]` positions of the pages `tables[i, l]` ([decode rows, lists, places] and
@@ -75,7 +76,7 @@ class AttentionBackend(Protocol):
     """Writes a layer's new keys and values and attends over the pages."""
 
     def begin(self, batch: TickBatch) -> None:
-        """Prepare what all layers of a tick share."""
+        """Prepare what the next layers share, until `begin` is called again."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store `key` and `value` [rows, kv_heads, head_dim], then return the attention of `query`

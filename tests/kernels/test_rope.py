@@ -1,0 +1,72 @@
+"""RoPE and the write into the pages against the models' own functions; padded rows write nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.places import Place
+from rlt.kernels.rope import rope_write_halves, rope_write_pairs
+from rlt.models.huginn import rotate_pairs
+from rlt.models.layers import rotate_halves
+
+POSITIONS = 50
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 16), (12, 2, 8), (5, 5, 24), (16, 16, 128)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rope_write(place: Place, pairs: bool, heads: int, kv_heads: int, head_dim: int, in_place: bool) -> None:
+    turned = heads + kv_heads
+    qkv = place.spread(4, turned + kv_heads, head_dim)
+    qkv.copy_(place.normal(4, turned + kv_heads, head_dim, seed=0))
+    positions = torch.tensor([0, 49, 7, 1], device=place.device)
+    write = torch.tensor([9, 3, -1, 14], device=place.device)
+    pool = torch.full((2, 5, 3, kv_heads + 1, head_dim + 16), 7.0, device=place.device, dtype=place.dtype)
+    keys, values = pool[:, :, :, :kv_heads, :head_dim]
+    angles = torch.rand(POSITIONS, head_dim // 2, generator=torch.Generator().manual_seed(1)).to(place.device) * 7
+    cos, sin = (torch.cat([f, f], -1).to(place.dtype) for f in (angles.cos(), angles.sin()))
+    turns = torch.stack([angles.cos(), angles.sin()], -1)
+    bias = place.normal(turned, head_dim, seed=2)
+    if pairs:
+        wanted = rotate_pairs(qkv[:, :turned] + bias, turns[positions])
+    else:
+        wanted = rotate_halves(qkv[:, :turned], cos[positions][:, None], sin[positions][:, None])
+    raw_values = qkv[:, turned:].clone()
+    query = qkv[:, :heads] if in_place else place.spread(4, heads, head_dim)
+    if pairs:
+        rope_write_pairs(qkv, bias, turns, positions, write, query, keys, values)
+    else:
+        rope_write_halves(qkv, cos, sin, positions, write, query, keys, values)
+    same(query, wanted[:, :heads])
+    for row, flat in enumerate(write.tolist()):
+        if flat >= 0:
+            same(keys[flat // 3, flat % 3], wanted[row, heads:])
+            assert torch.equal(values[flat // 3, flat % 3], raw_values[row])
+            keys[flat // 3, flat % 3] = values[flat // 3, flat % 3] = 7.0
+    assert (pool == 7.0).all(), "something else was written"
+
+
+def same(got: Tensor, wanted: Tensor) -> None:
+    """bfloat16 and float16 round as the models do; float32 sums of products may be fused."""
+    if got.dtype == torch.float32:
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)
+    else:
+        torch.testing.assert_close(got, wanted, rtol=torch.finfo(got.dtype).eps, atol=1e-6)
+        assert (got != wanted).float().mean() < 0.01
+
+
+@pytest.mark.gpu
+def test_addresses_beyond_32_bits(place: Place) -> None:
+    if place.interpreted or place.dtype == torch.float32:
+        pytest.skip("needs pages of 5 GiB")
+    pages, size, heads, dim = 1 << 17, 16, 10, 128
+    keys, values = (torch.zeros(pages, size, heads, dim, device=place.device, dtype=place.dtype) for _ in range(2))
+    qkv = place.normal(1, 3 * heads, dim, seed=0)
+    ones, zeros = (torch.full((1, dim), fill, device=place.device, dtype=place.dtype) for fill in (1.0, 0.0))
+    first = torch.zeros(1, dtype=torch.int64, device=place.device)
+    rope_write_halves(qkv, ones, zeros, first, first + pages * size - 1, qkv[:, :heads], keys, values)
+    assert torch.equal(keys[-1, -1], qkv[0, heads : 2 * heads])
+    assert torch.equal(values[-1, -1], qkv[0, 2 * heads :])
+    assert not keys[:-1].any()
