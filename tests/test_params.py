@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from rlt_protocols.params import ModelInfo, ParamError, SamplingParams, resolve
@@ -64,7 +65,7 @@ def test_a_lower_limit_of_loops_lowers_the_default_minimum():
         ("stop_token_ids", {"stop_token_ids": (5, 100)}, "token id 100 at index 1 is outside the vocabulary of 100"),
         ("max_loops", {"max_loops": 5}, "must be between 1 and 4, got 5"),
         ("min_loops", {"min_loops": 3, "max_loops": 2}, "must be between 1 and 2, got 3"),
-        ("exit_threshold", {"exit_threshold": -1.0}, "must be between 0 and 1000000, got -1.0"),
+        ("exit_threshold", {"exit_threshold": -1.0}, "must be between 0 and 1000000 with exit rule ouro, got -1.0"),
         ("priority", {"priority": 1}, 'needs a server with engine.scheduling = "priority"'),
         ("prompt", {"prompt_tokens": 0}, "is empty; at least one token is needed"),
         ("prompt", {"prompt_tokens": 48}, "has 48 tokens; the KV cache holds 48 with the output"),
@@ -75,6 +76,21 @@ def test_errors_name_the_field(field, given, message):
     with pytest.raises(ParamError) as caught:
         check(**given)
     assert (caught.value.field, caught.value.message) == (field, message)
+
+
+def test_a_threshold_means_what_the_servers_rule_says():
+    cosine = msgspec.structs.replace(INFO, exit_rule="cosine", exit_thresholds=(0.0, 2.0), exit_threshold=0.001)
+    assert check(info=cosine).exit_threshold == 0.001
+    assert check(info=cosine, exit_threshold=2).exit_threshold == 2
+    with pytest.raises(ParamError, match=r"must be between 0 and 2 with exit rule cosine, got 2\.5"):
+        check(info=cosine, exit_threshold=2.5)
+    for value in (math.nan, HUGE, -HUGE):
+        with pytest.raises(ParamError, match="exit_threshold: must be between 0 and 2"):
+            check(info=cosine, exit_threshold=value)
+    trace = msgspec.structs.replace(INFO, exit_rule="trace", exit_thresholds=None)
+    assert check(info=trace).exit_threshold == INFO.exit_threshold
+    with pytest.raises(ParamError, match="exit_threshold: has no meaning with exit rule trace"):
+        check(info=trace, exit_threshold=1.0)
 
 
 @pytest.mark.parametrize("field", INTEGERS)

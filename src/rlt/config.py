@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from rlt.depth.table import MAX_THRESHOLD, RULES
 from rlt.errors import ConfigError
 from rlt.support import refusals
 
@@ -48,6 +49,14 @@ class ModelConfig:
     max_model_len: int | None = field(default=None, metadata=_at_least(2))
     #: a file with a Jinja chat template that replaces the checkpoint's
     chat_template: str | None = None
+    #: Huginn: what a token's state is before its first loop; "seeded" follows from the request's seed and the position
+    initial_state: Literal["zero", "seeded"] = "zero"
+    #: Huginn: an output token starts from the state that the token before it left with
+    warm_start: bool = False
+    #: the template's option for requests that do not set it; None: as the template has it
+    enable_thinking: bool | None = None
+    #: which answers begin inside their reasoning: see `rlt.text.reasoning`
+    reasoning: Literal["auto", "always", "tagged", "off"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +100,15 @@ class KvConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExitConfig:
-    rule: Literal["ouro", "ouro_delayed", "random_lookahead", "trace"] = "ouro"
+    #: None: the family's
+    rule: str | None = field(default=None, metadata={"choices": tuple(RULES)})
     min_loops: int = field(default=1, metadata=_at_least(1))
     #: None: the checkpoint's number of loops
     max_loops: int | None = field(default=None, metadata=_at_least(1))
-    #: None: the checkpoint's threshold; 1 or more switches early exit off
-    threshold: float | None = field(default=None, metadata=_at_least(0, 1e6))
+    #: what the rule compares with; None: the checkpoint's for a gate, else the rule's own default
+    threshold: float | None = field(default=None, metadata=_at_least(0, MAX_THRESHOLD))
+    #: rules that need coda and head look at a token after `min_loops` loops and every so many loops from there
+    check_interval: int = field(default=1, metadata=_at_least(1, 10_000))
     #: rule = "trace": a JSON file {"depths": [[loops of each output token], ...]}, requests take the rows in turn
     trace_file: str | None = None
 
@@ -248,8 +260,8 @@ def _check_value(value: Any, hint: Any, bounds: Mapping[str, Any]) -> str | None
     if value is None and type(None) in options:
         return None
     for option in options:
-        if typing.get_origin(option) is Literal:
-            choices = typing.get_args(option)
+        if typing.get_origin(option) is Literal or "choices" in bounds:
+            choices = bounds.get("choices") or typing.get_args(option)
             return None if value in choices else f"must be one of {', '.join(map(repr, choices))}, got {value!r}"
         if option is type(None):
             continue
@@ -288,10 +300,6 @@ def _check_together(config: Config, problems: list[str]) -> None:
     sizes = [f"kv.{key}" for key in ("pages", "bytes", "memory_fraction") if getattr(config.kv, key) is not None]
     if len(sizes) > 1:
         problems.append(f"{' and '.join(sizes)} all give the size of the cache: set one of them")
-    if config.exit.rule == "trace" and config.exit.threshold is not None:
-        problems.append('exit.threshold has no meaning with exit.rule = "trace", whose depths come from the file')
-    if (config.exit.rule == "trace") != (config.exit.trace_file is not None):
-        problems.append('exit.trace_file and exit.rule = "trace" go together: set both or neither')
     device = config.engine.device
     if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         problems.append(f"engine.device must be cpu, cuda or cuda:<index>, got {device!r}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from rlt.attention.interface import KvPool
 from rlt.attention.torch_reference import TorchAttention
 from rlt.config import Config
 from rlt.depth.rules import make_rule
+from rlt.depth.table import RULES
 from rlt.errors import ConfigError, MemoryPlanError
 from rlt.exec.memory import plan_pages
 from rlt.exec.planes import make_planes
@@ -29,22 +29,21 @@ from rlt.models.families import FAMILIES
 from rlt.models.loader import fingerprint
 from rlt.models.registry import load_model
 from rlt.models.spec import ModelSpec
+from rlt.progress import Progress
 from rlt.sched.plan import TickPlan
-from rlt.sched.scheduler import Policy, Scheduler
+from rlt.sched.policy import Policy
+from rlt.sched.scheduler import Scheduler
 from rlt.sched.supply import PageSupply
-from rlt.support import check_model_settings
+from rlt.support import check_model_settings, exit_rule
 from rlt_protocols.engine import EngineStats
 from rlt_protocols.params import MAX_STOP_TOKEN_IDS, ModelInfo, ResolvedParams, check_token_ids
 from rlt_protocols.text import Tokens
-
-Progress = Callable[[str, float], None]
 
 
 class Engine:
     """One model on one device, and the requests it is working on. Not thread-safe: one thread drives it.
 
-    Raises `ConfigError`, `ModelError` or `MemoryPlanError` when it cannot be built. `progress` is called with a
-    text and a share from 0 to 1 while it loads.
+    Raises `ConfigError`, `ModelError` or `MemoryPlanError` when it cannot be built. `progress` follows the loading.
     """
 
     def __init__(self, config: Config, progress: Progress | None = None) -> None:
@@ -56,8 +55,8 @@ class Engine:
         device = choose_device(config.engine.device)
         dtype = choose_dtype(config.model.dtype, device)
         model = load_model(directory, spec, dtype=dtype, device=device, progress=progress)
-        layout = parse_layout(config.kv.layout)
-        size = config.kv.page_size
+        layout = parse_layout(config.kv.layout, spec.outer_lists)
+        size, rule = config.kv.page_size, exit_rule(config, spec.family)
         pages = plan_pages(config.kv, spec, dtype, device)
         self.info = _model_info(config, spec, directory, layout, pages)
         kv = KvPool(
@@ -81,8 +80,10 @@ class Engine:
             slots=slots,
             pages=table,
             planes=make_planes(layout, slots, table, kv, spec.loops),
-            rule=make_rule(config.exit, slots, model.gate, spec.hidden_size),
+            rule=make_rule(rule, config.exit, slots, model),
             prompt_rows=engine.max_tick_tokens,
+            initial_state=config.model.initial_state,
+            warm_start=config.model.warm_start,
         )
         asynchronous = device.type == "cuda" if engine.async_scheduling is None else engine.async_scheduling
         #: ticks whose results may be unread when the next one is submitted
@@ -109,7 +110,8 @@ class Engine:
                 book=PageBook(layout, engine.max_seqs, spec.loops, size),
                 page_size=size,
                 ahead=1 + self._max_lag,
-                early_exits=config.exit.rule == "trace",
+                early_exits=rule == "trace" or RULES[rule].criterion,
+                seeded=config.model.initial_state == "seeded",
             ),
         )
         self._submitted: deque[tuple[TickPlan, SubmittedTick]] = deque()
@@ -201,6 +203,12 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def _model_info(config: Config, spec: ModelSpec, directory: Path, layout: Layout, pages: int) -> ModelInfo:
     """The limits and defaults that requests are checked against, from the configuration and the checkpoint."""
     exits, full_depth = config.exit, FAMILIES[spec.family].full_depth
+    rule = exit_rule(config, spec.family)
+    kind = RULES[rule]
+    default = spec.exit_threshold if kind.threshold is None else kind.threshold
+    if rule in ("full_depth", "trace"):
+        # Nothing compares it; to whoever reads it, it says that no threshold lets a token leave early.
+        default = 1.0
     kv_tokens = layout.most_tokens(pages, spec.loops, config.kv.page_size)
     if kv_tokens < 2:
         raise MemoryPlanError(
@@ -216,7 +224,9 @@ def _model_info(config: Config, spec: ModelSpec, directory: Path, layout: Layout
         min_loops=exits.min_loops if full_depth is None else spec.loops,
         max_loops=exits.max_loops or spec.loops,
         full_depth=full_depth,
-        exit_threshold=spec.exit_threshold if exits.threshold is None else exits.threshold,
+        exit_threshold=default if exits.threshold is None else exits.threshold,
+        exit_rule=rule,
+        exit_thresholds=kind.thresholds,
         eos_token_ids=spec.eos_token_ids,
         temperature=spec.temperature,
         top_p=spec.top_p,

@@ -13,6 +13,7 @@ from rlt.config import load_config
 from rlt.engine import Engine
 from rlt.errors import GenerationError
 from rlt.models.directory import resolve_model
+from rlt.progress import Progress
 from rlt.text.answer import AnswerText
 from rlt.text.detokenize import PROMPT_TAIL_TOKENS
 from rlt.text.tokenizer import load_tokenizer
@@ -76,6 +77,7 @@ _ROUTE = Route(0, 0, 0)
 class LLM:
     """A model in this process. `config` is the same tree as the daemon's TOML file and checked the same way.
 
+    `progress` is called with the weight file that is read and the share of the model that is loaded, 0 to 1.
     Raises `rlt.errors.ConfigError`, `ModelError` or `MemoryPlanError` when the model cannot be opened. Not thread-safe.
     """
 
@@ -86,13 +88,14 @@ class LLM:
         device: str | None = None,
         dtype: str | None = None,
         config: Mapping[str, Mapping[str, Any]] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         tree = {section: dict(values) for section, values in (config or {}).items()}
         for section, key, value in (("model", "path", model), ("engine", "device", device), ("model", "dtype", dtype)):
             if value is not None:
                 tree.setdefault(section, {})[key] = value
         self._config = load_config(overrides=tree)
-        self.engine = Engine(self._config)
+        self.engine = Engine(self._config, progress)
         self._tokenizer = load_tokenizer(resolve_model(self._config.model.path, self._config.model.revision))
         self._count = 0
         self._open: dict[str, _Open] = {}

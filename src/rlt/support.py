@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlt.depth.table import RULES
 from rlt.errors import ConfigError
 from rlt.kv.layout import parse_layout
 from rlt.models.families import FAMILIES
 
 if TYPE_CHECKING:
-    from rlt.config import Config
+    from rlt.config import Config, ExitConfig
     from rlt.models.spec import ModelSpec
 
 
@@ -33,18 +34,21 @@ FEATURES = (
     Feature("admission without preemption", {"engine": {"preemption": False}}),
     Feature("priorities", {"engine": {"scheduling": "priority"}}),
     Feature("prefix cache", {"kv": {"prefix_cache": True}}),
-    Feature("exit rule `ouro`", {"exit": {"rule": "ouro"}}),
-    Feature("exit rule `ouro_delayed`", {"exit": {"rule": "ouro_delayed"}}),
-    Feature("exit rule `random_lookahead`", {"exit": {"rule": "random_lookahead"}}),
-    Feature("exit rule `trace`", {"exit": {"rule": "trace", "trace_file": "depths.json"}}),
+    *(
+        Feature(
+            f"exit rule `{rule}`", {"exit": {"rule": rule} | ({"trace_file": "depths.json"} if rule == "trace" else {})}
+        )
+        for rule in RULES
+    ),
 )
 
 #: What a family may exclude; every other feature goes with all of them.
 FAMILY_FEATURES = (
     *(Feature(f"layout `{layout}`", {"kv": {"layout": layout}}) for layout in LAYOUTS),
     *(feature for feature in FEATURES if "exit" in feature.settings),
-    Feature("early exit by threshold", {"exit": {"threshold": 0.9}}),
     Feature("fewer loops than trained", {"exit": {"max_loops": 1}}),
+    Feature("seeded initial states", {"model": {"initial_state": "seeded"}}),
+    Feature("warm start", {"model": {"warm_start": True}}),
 )
 
 
@@ -56,6 +60,26 @@ def refusals(config: Config) -> list[str]:
             "engine.wavefront does not go with kv.layout shared: with one plane for all loops, a prompt token finishes "
             "all its loops before the next one starts"
         )
+    return problems + _exit_problems(config.exit)
+
+
+def _exit_problems(exits: ExitConfig) -> list[str]:
+    """Settings of [exit] that contradict each other."""
+    problems, threshold = [], exits.threshold
+    if exits.rule is not None and threshold is not None:
+        limits = RULES[exits.rule].thresholds
+        if limits is None:
+            problems.append('exit.threshold has no meaning with exit.rule = "trace", whose depths come from the file')
+        elif not limits[0] <= threshold <= limits[1]:
+            problems.append(
+                f'exit.threshold must be between {limits[0]:.7g} and {limits[1]:.7g} with exit.rule = "{exits.rule}", '
+                f"got {threshold:g}"
+            )
+    if (exits.rule == "trace") != (exits.trace_file is not None):
+        problems.append('exit.trace_file and exit.rule = "trace" go together: set both or neither')
+    if exits.check_interval > 1 and not (exits.rule is not None and RULES[exits.rule].logits):
+        named = ", ".join(name for name, kind in RULES.items() if kind.logits)
+        problems.append(f"exit.check_interval has a meaning with the exit rules {named} only")
     return problems
 
 
@@ -74,20 +98,45 @@ def check_model_settings(config: Config, spec: ModelSpec) -> None:
         raise ConfigError(problems)
 
 
+def exit_rule(config: Config, family: str) -> str:
+    """The exit rule that a model of `family` runs with: a key of `RULES`."""
+    return config.exit.rule or FAMILIES[family].rule
+
+
 def family_refusals(config: Config, family: str, loops: int) -> list[str]:
     """Why a model of `family` with this many loops cannot run with this configuration, one line per setting."""
-    why = FAMILIES[family].full_depth
-    if why is None:
-        return []
-    exits, layout = config.exit, config.kv.layout
-    refused = {
-        f"kv.layout {layout}": parse_layout(layout).cycle is not None,
-        # "ouro" is what the configuration says when nobody chose a rule; without a gate it is full depth.
-        f"exit.rule {exits.rule}": exits.rule != "ouro",
-        f"exit.threshold {exits.threshold}": exits.threshold is not None and exits.threshold < 1,
-        f"exit.max_loops {exits.max_loops}": exits.max_loops is not None and exits.max_loops < loops,
-    }
-    return [f"{setting} does not go with a {family} model: {why}" for setting, no in refused.items() if no]
+    return [
+        f"{setting} does not go with a {family} model: {why}"
+        for setting, why in _refused_settings(config, family, loops)
+    ]
+
+
+def _refused_settings(config: Config, family: str, loops: int) -> list[tuple[str, str]]:
+    """Settings and the reason for each."""
+    facts, exits, model, layout = FAMILIES[family], config.exit, config.model, config.kv.layout
+    rule = exit_rule(config, family)
+    refused = []
+    if facts.full_depth is not None:
+        settings = {
+            f"kv.layout {layout}": parse_layout(layout).cycle is not None,
+            f"exit.rule {rule}": rule != "full_depth",
+            f"exit.threshold {exits.threshold}": exits.threshold is not None and exits.threshold < 1,
+            f"exit.max_loops {exits.max_loops}": exits.max_loops is not None and exits.max_loops < loops,
+        }
+        refused += [(setting, facts.full_depth) for setting, no in settings.items() if no]
+    elif RULES[rule].gate and not RULES[facts.rule].gate:
+        refused.append((f"exit.rule {rule}", "it was trained without an exit gate"))
+    elif exits.rule is None and exits.threshold is not None and exits.threshold < 1 and rule == "full_depth":
+        why = "without an exit rule every token runs all loops; set exit.rule too"
+        refused.append((f"exit.threshold {exits.threshold}", why))
+    if not facts.start_states:
+        settings = {
+            f"model.initial_state {model.initial_state}": model.initial_state != "zero",
+            f"model.warm_start {model.warm_start}": model.warm_start,
+        }
+        why = "its tokens start from their embeddings alone"
+        refused += [(setting, why) for setting, no in settings.items() if no]
+    return refused
 
 
 def reason(layout: str, feature: Feature) -> str | None:
@@ -107,9 +156,8 @@ def family_reason(family: str, feature: Feature) -> str | None:
     """Why models of `family` do not go with `feature`, or None if they do."""
     from rlt.config import load_config
 
-    if not family_refusals(load_config(overrides=feature.settings), family, loops=2):
-        return None
-    return f"{FAMILIES[family].title}: {FAMILIES[family].full_depth}"
+    refused = _refused_settings(load_config(overrides=feature.settings), family, loops=2)
+    return f"{FAMILIES[family].title}: {refused[0][1]}" if refused else None
 
 
 def matrix() -> str:

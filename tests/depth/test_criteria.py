@@ -9,15 +9,20 @@ import torch
 from torch import Tensor
 
 from rlt.depth.criteria import CRITERIA
+from rlt.depth.table import RULES
 from support import Golden
+
+#: The published names.
+PUBLISHED = {name: name.replace("_", "-") for name in CRITERIA}
+PUBLISHED |= {"entropy": "entropy-diff", "argmax": "argmax-stability"}
 
 #: All runs of the files, except that of p130 from the table they have the states of the last position only.
 RUNS = [
     (name, prompt, kind)
-    for name, criterion in CRITERIA.items()
+    for name in CRITERIA
     for prompt in ("p1", "p7", "p33", "p130")
     for kind in ("zero", "table")
-    if criterion.needs_logits or (prompt, kind) != ("p130", "table")
+    if RULES[name].logits or (prompt, kind) != ("p130", "table")
 ]
 
 
@@ -44,14 +49,14 @@ def loops_executed(name: str, values: Tensor, threshold: float) -> int:
 @pytest.mark.parametrize(("name", "prompt", "kind"), RUNS)
 def test_values_and_depths_of_the_published_code(golden: Golden, name: str, prompt: str, kind: str) -> None:
     facts, tensors = golden.facts, golden.tensors
-    if CRITERIA[name].needs_logits:
+    if RULES[name].logits:
         inputs = tensors[f"{prompt}.{kind}.loop_logits_last"][:, None]
     else:
         inputs = tensors[f"{prompt}.{kind}.states"]
     initial = tensors["init_states"][: inputs.shape[1]] * (kind == "table")
     # Over several positions the published code takes the mean, of the cosine too.
     values = values_of(name, initial, inputs).mean(-1)
-    want, published = facts["criteria_prefill"][kind][prompt], name.replace("_", "-")
+    want, published = facts["criteria_prefill"][kind][prompt], PUBLISHED[name]
     known = [math.nan if value is None else value for value in want["values"][published]]
     assert values.tolist() == pytest.approx(known, abs=2e-4, rel=1e-5, nan_ok=True)
     for choice, depths in want["loops_executed"].items():
@@ -60,7 +65,19 @@ def test_values_and_depths_of_the_published_code(golden: Golden, name: str, prom
 
 def test_default_thresholds_are_the_published_ones(golden: Golden) -> None:
     published = golden.facts["criterion_thresholds"]["auto"]
-    assert {name.replace("_", "-"): criterion.threshold for name, criterion in CRITERIA.items()} == published
+    assert {PUBLISHED[name]: RULES[name].threshold for name in CRITERIA} == published
+
+
+def test_the_table_of_rules_and_the_criteria_agree() -> None:
+    assert {name for name, kind in RULES.items() if kind.criterion} == CRITERIA.keys()
+    assert all(kind.criterion for kind in RULES.values() if kind.logits)
+
+
+@pytest.mark.parametrize("name", ["latent_diff", "cosine", "entropy", "kl", "minp_kl"])
+def test_nothing_falls_below_a_threshold_of_zero(name: str) -> None:
+    # Rounding can make a divergence of equal distributions slightly negative.
+    assert not CRITERIA[name].stops(torch.tensor([-1e-7]), torch.tensor([0.0])).any()
+    assert CRITERIA[name].stops(torch.tensor([-1e-7]), 1e-3).all()
 
 
 @pytest.mark.parametrize("name", CRITERIA)
@@ -101,7 +118,7 @@ def test_formulas_on_logits() -> None:
     first, second = probabilities(FIRST), probabilities(SECOND)
     entropies = [-sum(p * math.log(p + 1e-10) for p in row) for row in (first, second)]
     wanted = {
-        "entropy_diff": [100 - entropies[0], abs(entropies[1] - entropies[0])],
+        "entropy": [100 - entropies[0], abs(entropies[1] - entropies[0])],
         "kl": [divergence(UNIFORM, first), divergence(first, second)],
         "minp_kl": [divergence(UNIFORM, raised(first)), divergence(raised(first), raised(second))],
     }
@@ -124,23 +141,23 @@ def test_a_zero_state_never_stops_a_row() -> None:
         assert not CRITERIA[name].stops(value, 1e9).any()
 
 
-def test_argmax_stability_counts_and_starts_again() -> None:
+def test_argmax_counts_and_starts_again() -> None:
     best = [2, 2, 2, 0, 0, 1]
     inputs = torch.nn.functional.one_hot(torch.tensor(best), 4).float()[:, None]
-    values = values_of("argmax_stability", torch.zeros(1, 3), inputs)[:, 0]
+    values = values_of("argmax", torch.zeros(1, 3), inputs)[:, 0]
     assert values.tolist() == [0, 1, 2, 0, 1, 0]
-    assert loops_executed("argmax_stability", values, 2) == 3
+    assert loops_executed("argmax", values, 2) == 3
     # Token 0 in the first loop was not there before either.
-    assert values_of("argmax_stability", torch.zeros(1, 3), inputs[3:4]).item() == 0
+    assert values_of("argmax", torch.zeros(1, 3), inputs[3:4]).item() == 0
 
 
 def test_thresholds_per_row_and_equality() -> None:
     values, thresholds = torch.tensor([0.5, 0.5, 0.5]), torch.tensor([0.4, 0.5, 0.6])
     assert CRITERIA["kl"].stops(values, thresholds).tolist() == [False, False, True]
-    assert CRITERIA["argmax_stability"].stops(values, thresholds).tolist() == [True, True, False]
+    assert CRITERIA["argmax"].stops(values, thresholds).tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize("name", ["entropy_diff", "kl", "minp_kl"])
+@pytest.mark.parametrize("name", ["entropy", "kl", "minp_kl"])
 def test_certain_distributions_give_numbers(name: str) -> None:
     certain = torch.tensor([[[300.0, -300.0, 0.0, 0.0]], [[300.0, -300.0, 0.0, 0.0]], [[-300.0, 300.0, 0.0, 0.0]]])
     values = values_of(name, torch.zeros(1, 3), certain)[:, 0]

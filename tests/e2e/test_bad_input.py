@@ -78,7 +78,7 @@ def refused(response: httpx.Response) -> tuple[int, str | None, str | None, str]
         (
             {"prompt": [5], "exit_threshold": -1},
             "exit_threshold",
-            "exit_threshold: must be between 0 and 1000000, got -1.0",
+            "exit_threshold: must be between 0 and 1000000 with exit rule ouro, got -1.0",
         ),
         ({"max_tokens": 5}, "prompt", "prompt: is required"),
     ],

@@ -127,6 +127,18 @@ def test_a_truncated_weight_file(refused: Callable[..., Refusal], model: Path) -
     assert line.endswith("); download it again")
 
 
+def test_a_tensor_with_damaged_numbers(refused: Callable[..., Refusal], model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, model / "model.safetensors")
+    _model_is_refused(
+        refused,
+        model,
+        f"error: {model}: weights are damaged:",
+        "error:   tensors with NaN or infinity (1): model.norm.weight (in model.safetensors)",
+    )
+
+
 def test_a_tensor_of_a_wrong_shape(refused: Callable[..., Refusal], model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:255].clone()
@@ -153,6 +165,14 @@ def test_a_chat_template_that_is_broken(refused: Callable[..., Refusal], model: 
     assert refusal.errors[0].startswith(f"error: {template}: the chat template is broken: ")
 
 
+def test_thinking_with_a_template_that_cannot(refused: Callable[..., Refusal]) -> None:
+    refusal = refused("--model", "tiny-ouro", "--port", "0", "--set", "model.enable_thinking=true")
+    assert (refusal.code, refusal.errors) == (
+        2,
+        ["error: model.enable_thinking: the model's chat template has no such option; leave it out"],
+    )
+
+
 def test_a_cache_larger_than_the_machine(refused: Callable[..., Refusal], model: Path) -> None:
     refusal = refused("--model", str(model), "--port", "0", "--set", f"kv.pages={10**12}")
     assert (refusal.code, len(refusal.errors)) == (2, 1)
@@ -163,7 +183,8 @@ def test_a_model_that_is_nowhere(refused: Callable[..., Refusal], tmp_path: Path
     _model_is_refused(
         refused,
         tmp_path / "no",
-        f"error: {tmp_path}/no: no such directory, and not a built-in model (tiny-ouro) or a Hub id (org/name) either",
+        f"error: {tmp_path}/no: no such directory, and not a built-in model (tiny-ouro, tiny-nanbeige, tiny-huginn)"
+        " or a Hub id (org/name) either",
     )
 
 

@@ -120,7 +120,7 @@ def test_errors_are_the_clients_exceptions(client: openai.OpenAI, built_in: str)
         client.completions.create(model=built_in, prompt="x", extra_body={"max_loops": 9})
     assert caught.value.param == "max_loops"
     tool: Any = {"type": "function", "function": {"name": "f"}}
-    with pytest.raises(openai.BadRequestError, match="tools is not supported yet") as caught:
+    with pytest.raises(openai.BadRequestError, match="chat template does not show tools") as caught:
         client.chat.completions.create(model=built_in, messages=MESSAGES, tools=[tool])
     assert caught.value.code == "unsupported_parameter"
     with pytest.raises(openai.NotFoundError, match="the model 'gpt' is not served here"):

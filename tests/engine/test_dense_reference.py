@@ -1,11 +1,13 @@
-"""The dense reference against the golden Ouro, so that it may judge the engine; and the layouts against each other."""
+"""The dense reference against the golden models, so that it may judge the engine; and layouts against each other."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from reference.dense import DenseOuro, stops, version_read
+from reference.dense import version_read
+from reference.families import DenseHuginn, DenseNanbeige, DenseOuro
+from reference.rules import stops
 from support import Golden
 
 LIMIT = 5e-4
@@ -139,6 +141,55 @@ def test_ends(ouro_golden: Golden, dense: DenseOuro):
     assert dense.generate(prompt, 6, end_ids=[free[4]]).tokens == free[:5]
     barred = dense.generate(prompt, 6, end_ids=[free[0]], min_tokens=1)
     assert barred.tokens[0] != free[0]
+
+
+# -- the other families ----------------------------------------------------------------------------------------------
+
+LOGITS = 2e-3
+PUBLISHED = {
+    "entropy-diff": "entropy",
+    "latent-diff": "latent_diff",
+    "cosine": "cosine",
+    "kl": "kl",
+    "minp-kl": "minp_kl",
+    "argmax-stability": "argmax",
+}
+
+
+@pytest.fixture(scope="module", params=["huginn-tiny", "huginn-tiny-core4"])
+def huginn(request: pytest.FixtureRequest) -> tuple[Golden, DenseHuginn]:
+    golden = Golden(request.param)
+    dense = DenseHuginn(golden.directory)
+    dense.draw = lambda seed, position: golden.tensors["init_states"][position]
+    return golden, dense
+
+
+@pytest.mark.parametrize("name", ["p1", "p7"])
+@pytest.mark.parametrize(("kind", "seed"), [("zero", None), ("table", 0)])
+def test_huginn_at_full_depth(huginn: tuple[Golden, DenseHuginn], name, kind, seed):
+    golden, dense = huginn
+    answer = dense.generate(golden.prompts[name], 32, rule="full_depth", seed=seed)
+    assert answer.tokens == golden.facts["runs"][f"greedy_{kind}_state"][name]["tokens"]
+    torch.testing.assert_close(answer.logits, golden.tensors[f"{name}.{kind}.greedy.logits"], atol=LOGITS, rtol=0)
+
+
+@pytest.mark.parametrize("criterion", PUBLISHED)
+def test_huginn_with_exits(huginn: tuple[Golden, DenseHuginn], criterion):
+    golden, dense = huginn
+    want = golden.facts["runs"]["adaptive_last_exited"][criterion]["p7"]
+    answer = dense.generate(golden.prompts["p7"], 32, rule=PUBLISHED[criterion], threshold=want["threshold"])
+    assert (answer.tokens, answer.depths) == (want["tokens"], want["loops_executed"])
+
+
+def test_huginn_with_one_plane(huginn: tuple[Golden, DenseHuginn]):
+    golden, dense = huginn
+    answer = dense.generate(golden.prompts["p7"], 32, rule="full_depth", layout="cyclic:1")
+    assert answer.tokens == golden.facts["negative_controls"]["p7"]["greedy"]["kv_alias_one_slot_decode_only"]["tokens"]
+
+
+def test_nanbeige(nanbeige_golden: Golden):
+    answer = DenseNanbeige(nanbeige_golden.directory).generate(nanbeige_golden.prompts["p7"], 32, rule="full_depth")
+    assert answer.tokens == nanbeige_golden.facts["runs"]["full_depth"]["p7"]["tokens"]
 
 
 # -- layouts against each other --------------------------------------------------------------------------------------

@@ -1,18 +1,11 @@
-"""The whole engine against the dense reference: whatever happens around a request, it gets the answer of its solo run.
-
-Switches and values that the configuration does not have are left out, so this file grows with the engine.
-"""
+"""The whole engine against the dense reference: whatever happens around a request, it gets its solo run's answer."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import json
+import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -26,116 +19,42 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.small_models import HIDDEN, SHAPES, VOCAB, Shape, write_model
-from reference.dense import Answer, DenseOuro
-from rlt.config import SECTIONS, load_config
-from rlt.engine import Engine
+from engine.small_models import HUGINN, OURO, VOCAB, Shape
+from engine.watched import (
+    AT_ONCE,
+    EARLIER,
+    LATER,
+    NEVER,
+    NOISE,
+    SHAPES,
+    SOMETIMES,
+    Models,
+    Watched,
+    accepted,
+    model_name,
+)
+from reference.rules import LOGITS_RULES
 from rlt.errors import ConfigError
-from rlt_protocols.params import ParamError, ResolvedParams, SamplingParams, resolve
-from rlt_protocols.text import Tokens
 from support import resolved, run_to_end
 
 #: Examples of the state machine; `--hypothesis-profile NAME` of a registered profile overrides it.
-EXAMPLES = 30
+EXAMPLES = 24
 STEPS = 10
 
 LAYOUTS = ("last_exited", "last_exited_copy", "shared", "last_step", "cyclic:1", "cyclic:2", "cyclic:3", "cyclic:5")
-RULES = ("ouro", "ouro_delayed", "random_lookahead", "trace")
-#: Depths of output tokens by request, for the rule `trace`; some are outside any limits.
-TRACE = [[4, 1, 3, 2], [1, 2], [1, 4, 4, 1, 1, 2, 9], [3], [2, 1, 1]]
-
-# -- what the engine has ---------------------------------------------------------------------------------------------
-
-
-def tree(shape: Shape, directory: Path, sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Configuration of a small fp32 engine on one CPU thread, without the switches that do not exist (yet)."""
-    merged: dict[str, dict[str, Any]] = {
-        "model": {"path": str(directory / model_name(shape)), "dtype": "float32"},
-        "engine": {"device": "cpu", "cpu_threads": 1},
-    }
-    for section, values in sections.items():
-        known = {f.name for f in dataclasses.fields(SECTIONS[section])}
-        merged.setdefault(section, {}).update({name: value for name, value in values.items() if name in known})
-    if merged.get("exit", {}).get("rule") == "trace":
-        merged["exit"]["trace_file"] = str(directory / "trace.json")
-    return merged
-
-
-@functools.cache
-def accepted(section: str, key: str, value: Any) -> bool:
-    """Whether the configuration has this key and takes this value."""
-    sections = {section: {key: value}}
-    if value == "trace":
-        sections["exit"]["trace_file"] = "trace.json"
-    try:
-        load_config(overrides=sections)
-    except ConfigError:
-        return False
-    return True
+GATE_RULES = ("ouro", "ouro_delayed", "random_lookahead", "trace")
+CRITERIA = ("latent_diff", "cosine", "entropy", "kl", "minp_kl", "argmax")
+#: what a family's models can be set to
+RULES = {
+    "ouro": (*GATE_RULES, *CRITERIA, "full_depth"),
+    "huginn": (*CRITERIA, "random_lookahead", "trace", "full_depth"),
+    "nanbeige": ("full_depth",),
+}
 
 
 def those_accepted(section: str, key: str, values: tuple[Any, ...]) -> Any:
     """A strategy for the values that exist; a key that does not exist is dropped in `tree` whatever is drawn."""
     return st.sampled_from([value for value in values if accepted(section, key, value)] or values)
-
-
-def lookahead_gate() -> tuple[float, ...]:
-    """The untrained head of `random_lookahead` in a small model: its weights, then its bias.
-
-    The reference is told which head; what is tested is that the rule uses it as it should.
-    """
-    from rlt.depth.rules import random_gate
-
-    gate = random_gate(HIDDEN, torch.device("cpu"))
-    bias = float(gate(torch.zeros(1, HIDDEN)))
-    return (*(gate(torch.eye(HIDDEN)) - bias).tolist(), bias)
-
-
-def model_name(shape: Shape) -> str:
-    return "-".join(map(str, shape))
-
-
-class Models:
-    """The small checkpoints on disk and their references, and every answer that was asked for before."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.dense = {shape: DenseOuro(write_model(directory / model_name(shape), shape)) for shape in SHAPES}
-        (directory / "trace.json").write_text(json.dumps({"depths": TRACE}))
-        self.answer = functools.cache(self._answer)
-
-    def engine(self, shape: Shape, sections: dict[str, dict[str, Any]]) -> Engine:
-        return Engine(load_config(overrides=tree(shape, self.directory, sections)))
-
-    def _answer(
-        self, shape: Shape, asked: Asked, layout: str, rule_name: str, gate: tuple[float, ...] | None
-    ) -> Answer:
-        return self.dense[shape].generate(
-            asked.prompt,
-            asked.max_tokens,
-            layout=layout,
-            rule=rule_name,
-            threshold=asked.threshold,
-            min_loops=asked.min_loops,
-            max_loops=asked.max_loops,
-            end_ids=asked.end_ids,
-            min_tokens=asked.min_tokens,
-            trace=asked.trace,
-            gate=gate and (torch.tensor(gate[:-1]), torch.tensor(gate[-1])),
-        )
-
-
-class Asked(NamedTuple):
-    """All that an answer may depend on."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    min_tokens: int
-    min_loops: int
-    max_loops: int
-    threshold: float
-    end_ids: tuple[int, ...]
-    trace: tuple[int, ...] | None
 
 
 @pytest.fixture(scope="module")
@@ -149,136 +68,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-# -- an engine under observation -------------------------------------------------------------------------------------
-
-
-@dataclass
-class Seen:
-    """One request: what was asked, what must come, and what came."""
-
-    asked: Asked
-    params: ResolvedParams
-    want: Answer
-    tokens: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    finals: int = 0
-    aborted: bool = False
-
-    @property
-    def live(self) -> bool:
-        return not self.finals and not self.aborted
-
-    @property
-    def rows(self) -> int:
-        """Upper bound of the rows that all its tokens need."""
-        return (len(self.asked.prompt) + self.asked.max_tokens) * self.asked.max_loops
-
-
-class Watched:
-    """An engine whose every message and every step is checked."""
-
-    def __init__(self, models: Models, shape: Shape, sections: dict[str, dict[str, Any]]) -> None:
-        self.models, self.shape = models, shape
-        config = load_config(overrides=tree(shape, models.directory, sections))
-        self.engine = Engine(config)
-        self.layout, self.rule = config.kv.layout, config.exit.rule
-        self.pages, self.prefix_cache = config.kv.pages, getattr(config.kv, "prefix_cache", False)
-        self.gate = lookahead_gate() if self.rule == "random_lookahead" else None
-        self.requests: dict[str, Seen] = {}
-        self.steps_left = 50
-
-    def arrive(self, prompt: list[int], stop_at: int | None = None, **asked: Any) -> str | None:
-        """Queue a greedy request and return its id; None when it can never fit.
-
-        `stop_at` names as end id the token that would be generated at that index.
-        """
-        known = set(SamplingParams.__struct_fields__)
-        given = {"temperature": 0.0, "ignore_eos": False} | {k: v for k, v in asked.items() if k in known}
-        if not self.engine.info.priorities:
-            given["priority"] = 0
-        try:
-            params = resolve(SamplingParams(**given), self.engine.info, len(prompt), random_seed=0)
-        except ParamError:
-            room = min(self.engine.info.kv_tokens, self.engine.info.max_model_len)
-            assert len(prompt) + given["max_tokens"] > room
-            return None
-        if stop_at is not None:
-            tokens = self._answer(prompt, params).tokens
-            given["stop_token_ids"] = (tokens[stop_at % len(tokens)],)
-            params = resolve(SamplingParams(**given), self.engine.info, len(prompt), random_seed=0)
-        name = f"r{len(self.requests)}"
-        seen = Seen(self._asked(prompt, params), params, self._answer(prompt, params))
-        self.engine.add(name, list(prompt), params)
-        self.requests[name] = seen
-        # A tick runs at least one row of some request, and no row runs twice; the rest is for ticks that only wait.
-        self.steps_left += 2 * seen.rows + 10
-        return name
-
-    def _asked(self, prompt: list[int], params: ResolvedParams) -> Asked:
-        trace = tuple(TRACE[len(self.requests) % len(TRACE)]) if self.rule == "trace" else None
-        return Asked(
-            prompt=tuple(prompt),
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            min_loops=params.min_loops,
-            max_loops=params.max_loops,
-            threshold=params.exit_threshold,
-            end_ids=params.end_token_ids,
-            trace=trace,
-        )
-
-    def _answer(self, prompt: list[int], params: ResolvedParams) -> Answer:
-        return self.models.answer(self.shape, self._asked(prompt, params), self.layout, self.rule, self.gate)
-
-    def cancel(self, name: str) -> None:
-        assert self.engine.abort(name) is self.requests[name].live
-        assert self.engine.abort(name) is False
-        self.requests[name].aborted = True
-        self.engine.scheduler.check_integrity()
-
-    def step(self) -> None:
-        self.steps_left -= self.engine.has_work
-        for out in self.engine.step():
-            self._receive(self.requests[out.request_id], out)
-        self.engine.scheduler.check_integrity()
-        assert self.steps_left > 0, "too many ticks: a request starves or the engine turns in circles"
-
-    def _receive(self, seen: Seen, out: Tokens) -> None:
-        assert seen.live, f"{out.request_id}: a message after the end"
-        assert out.error is None
-        assert len(out.token_ids) == len(out.depths)
-        seen.tokens += out.token_ids
-        seen.depths += out.depths
-        sure = seen.want.sure()
-        got = list(zip(seen.tokens, seen.depths, strict=True))
-        want = list(zip(seen.want.tokens, seen.want.depths, strict=True))
-        assert got[:sure] == want[: len(got)][:sure], (out.request_id, seen.asked)
-        assert out.cached_tokens < len(seen.asked.prompt)
-        assert self.prefix_cache or out.cached_tokens == 0
-        assert len(seen.tokens) <= seen.asked.max_tokens
-        if out.finish_reason is not None:
-            seen.finals += 1
-            if sure == len(want):
-                assert got == want
-            stopped = seen.tokens[-1] in seen.asked.end_ids and len(seen.tokens) > seen.asked.min_tokens
-            assert out.finish_reason == ("stop" if stopped else "length")
-            own = stopped and seen.tokens[-1] in seen.params.stop_token_ids
-            assert out.stop_reason == (seen.tokens[-1] if own else None)
-
-    def finish(self) -> None:
-        """Run to the end: everybody is answered exactly once, and all pages are back."""
-        while self.engine.has_work:
-            self.step()
-        for _ in range(3):
-            assert self.engine.step() == []
-        self.engine.scheduler.check_integrity()
-        for name, seen in self.requests.items():
-            assert seen.finals == (0 if seen.aborted else 1), name
-        pages = self.engine.stats().kv_pages
-        assert pages["free"] + pages.get("cached", 0) == self.pages, "pages leaked"
-        assert self.prefix_cache or pages["free"] == self.pages
 
 
 # -- any mix of everything -------------------------------------------------------------------------------------------
@@ -314,9 +103,25 @@ switches = st.fixed_dictionaries(
                 "watermark": st.sampled_from([0.0, 0.0, 0.01, 0.25]),
             }
         ),
-        "exit": st.fixed_dictionaries({"rule": those_accepted("exit", "rule", RULES)}),
+        "exit": st.fixed_dictionaries({"check_interval": st.sampled_from([1, 1, 2])}),
+        "model": st.fixed_dictionaries(
+            {"initial_state": st.sampled_from(["zero", "seeded"]), "warm_start": st.booleans()}
+        ),
     }
 )
+
+
+def fitting(shape: Shape, rule_name: str, sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """`sections` without what does not go with the family or the rule; tests of refusals are elsewhere."""
+    sections["exit"]["rule"] = rule_name
+    if rule_name not in LOGITS_RULES:
+        del sections["exit"]["check_interval"]
+    if shape.family != "huginn":
+        del sections["model"]
+    if shape.family == "nanbeige" and sections["kv"]["layout"] not in LAYOUTS[:2]:
+        sections["kv"]["layout"] = "last_exited"
+    return sections
+
 
 requests = st.fixed_dictionaries(
     {
@@ -326,7 +131,8 @@ requests = st.fixed_dictionaries(
         "stop_at": st.sampled_from([None, None, None, None, 0, 2, 5]),
         "max_loops": st.sampled_from([4, 4, 4, 4, 3, 2, 1]),
         "min_loops": st.sampled_from([1, 1, 2, 3]),
-        "exit_threshold": st.sampled_from([0.5, 0.5, 0.3, 0.8, 0.0, 1.0]),
+        "level": st.sampled_from([SOMETIMES, SOMETIMES, EARLIER, LATER, AT_ONCE, NEVER]),
+        "seed": st.sampled_from([0, 0, 0, 1]),
         "priority": st.integers(-1, 1),
         "cache_salt": st.sampled_from([None, None, None, None, "a", "b"]),
     }
@@ -342,16 +148,20 @@ class EngineMachine(RuleBasedStateMachine):
         self.watched: Watched | None = None
 
     @initialize(
-        shape=st.sampled_from(SHAPES),
+        kind=st.sampled_from(SHAPES).flatmap(
+            lambda shape: st.tuples(st.just(shape), st.sampled_from(RULES[shape.family]))
+        ),
         sections=switches,
         max_seqs=st.sampled_from([3, 4, 6, 2, 1]),
         more_rows=st.integers(0, 20),
         kv_tokens=st.sampled_from([30, 36, 42, 50, 60, 20]),
         first=st.lists(requests, min_size=3, max_size=6),
     )
-    def start(self, shape, sections, max_seqs, more_rows, kv_tokens, first):
+    def start(self, kind, sections, max_seqs, more_rows, kv_tokens, first):
+        shape, rule_name = kind
+        sections = fitting(shape, rule_name, sections)
         sections["engine"] |= {"max_seqs": max_seqs, "max_tick_tokens": max_seqs + more_rows}
-        sections["kv"]["pages"] = (-(-kv_tokens // sections["kv"]["page_size"]) + 2) * shape.loops
+        sections["kv"]["pages"] = (-(-kv_tokens // sections["kv"]["page_size"]) + 2) * shape.lists
         try:
             self.watched = Watched(self.models, shape, sections)
         except ConfigError as error:
@@ -426,9 +236,15 @@ def needs(section: str, **values: Any) -> None:
             pytest.fail(f"{section}.{key} = {value!r} is gone from the configuration: this test would show nothing")
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=model_name)
-@pytest.mark.parametrize("rule_name", RULES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+COMBINATIONS = [
+    *((shape, rule_name, layout) for shape in OURO[:2] for rule_name in GATE_RULES for layout in LAYOUTS),
+    *((HUGINN[0], rule_name, layout) for rule_name in ("latent_diff", "kl") for layout in LAYOUTS),
+    *((HUGINN[1], rule_name, "last_exited") for rule_name in (*CRITERIA, "random_lookahead", "trace")),
+    *((OURO[0], rule_name, "last_exited") for rule_name in ("latent_diff", "kl")),
+]
+
+
+@pytest.mark.parametrize(("shape", "rule_name", "layout"), COMBINATIONS)
 def test_layout_and_rule(models: Models, layout, rule_name, shape):
     needs("kv", layout=layout)
     needs("exit", rule=rule_name)
@@ -442,11 +258,63 @@ def test_layout_and_rule(models: Models, layout, rule_name, shape):
         },
     )
     for prompt in (LONG, MIDDLE, SHORT):
-        watched.arrive(prompt, max_tokens=12, exit_threshold=0.5)
+        watched.arrive(prompt, max_tokens=12, level=SOMETIMES)
         watched.step()
     watched.finish()
     used = {depth for seen in watched.requests.values() for depth in seen.depths}
     assert len(used) > 1, "nothing left early: this shows nothing"
+
+
+@pytest.mark.parametrize("interval", [2, 3])
+@pytest.mark.parametrize("min_loops", [1, 2])
+def test_looks_of_criteria_at_an_interval(models: Models, min_loops, interval):
+    watched = Watched(models, HUGINN[0], {"kv": {"pages": 300}, "exit": {"rule": "kl", "check_interval": interval}})
+    for level in (SOMETIMES, LATER, AT_ONCE):
+        watched.arrive(MIDDLE, max_tokens=10, level=level, min_loops=min_loops, ignore_eos=True)
+    watched.finish()
+    depths = {depth for seen in watched.requests.values() for depth in seen.depths}
+    assert depths == {*range(min_loops, 4, interval), 4}
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("initial", ["zero", "seeded"])
+@pytest.mark.parametrize("shape", HUGINN, ids=model_name)
+def test_start_states(models: Models, shape, initial, warm):
+    """With the prefix cache, chunks, late results and a pool too small for all: each is what it is alone."""
+    watched = Watched(
+        models,
+        shape,
+        {
+            "model": {"initial_state": initial, "warm_start": warm},
+            "engine": {"max_seqs": 4, "max_tick_tokens": 16, "prefill_chunk": 5, "async_scheduling": True},
+            "kv": {"page_size": 2, "pages": 26 * shape.lists, "watermark": 0.0},
+            "exit": {"rule": "latent_diff"},
+        },
+    )
+    for prompt in (LONG[:20], LONG[:20], LONG[:17], MIDDLE[:9]):
+        for seed in (0, 1):
+            watched.arrive(prompt, max_tokens=12, level=SOMETIMES, seed=seed, ignore_eos=True)
+    watched.finish()
+    assert watched.engine.scheduler.preemptions > 0, "everything fitted: this shows too little"
+
+
+def test_seeded_prompts_are_shared_by_requests_of_one_seed_alone(models: Models):
+    for initial, shared in (("zero", 16), ("seeded", 0)):
+        watched = Watched(models, HUGINN[0], {"model": {"initial_state": initial}, "kv": {"pages": 400}})
+        for seed, hits in ((0, 0), (0, 16), (1, shared)):
+            before = watched.engine.scheduler.hit_tokens
+            watched.arrive(LONG, max_tokens=4, seed=seed)
+            watched.finish()
+            assert watched.engine.scheduler.hit_tokens - before == 2 * hits
+
+
+def test_start_states_change_answers(models: Models):
+    dense = models.dense[HUGINN[0]]
+    asked = ({}, {"seed": 0}, {"seed": 1}, {"warm": True}, {"seed": 0, "warm": True})
+    answers = [dense.generate(MIDDLE, 4, rule="full_depth", **settings) for settings in asked]
+    for one, other in itertools.combinations(answers, 2):
+        count = min(len(one.logits), len(other.logits))
+        assert (one.logits[:count] - other.logits[:count]).abs().max() > 10 * NOISE["huginn"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -465,7 +333,7 @@ def test_each_switch_alone(models: Models, layout, switch, value):
         return
     watched = Watched(models, SHAPES[0], sections)
     for prompt in (LONG, MIDDLE, SHORT, LONG[:20], MIDDLE[:9]):
-        watched.arrive(prompt, max_tokens=8, exit_threshold=0.5)
+        watched.arrive(prompt, max_tokens=8, level=SOMETIMES)
     watched.finish()
 
 
@@ -483,7 +351,7 @@ def test_the_prefix_cache_changes_no_result(models: Models, layout):
     same, extended, parted = LONG[:24], LONG[:31], LONG[:14] + MIDDLE[:10]
     for prompt in (same, same, extended, parted, MIDDLE, LONG, same):
         for salt in (None, "salt"):
-            watched.arrive(prompt, max_tokens=6, exit_threshold=0.5, cache_salt=salt)
+            watched.arrive(prompt, max_tokens=6, level=SOMETIMES, cache_salt=salt)
         watched.finish()
 
 
@@ -512,7 +380,7 @@ def test_a_pool_too_small_for_all(models: Models, layout, scheduling, asynchrono
     for index, prompt in enumerate(
         (MIDDLE[:6], MIDDLE[6:], SHORT, LONG[:9], LONG[9:14], LONG[14:20], SHORT, MIDDLE[:8])
     ):
-        watched.arrive(prompt, max_tokens=16, exit_threshold=0.8, priority=-index, ignore_eos=True)
+        watched.arrive(prompt, max_tokens=16, level=LATER, priority=-index, ignore_eos=True)
         watched.step()
     watched.finish()
     assert watched.engine.scheduler.preemptions > 0, "everything fitted: this shows nothing"
@@ -536,10 +404,8 @@ def test_sampled_requests_are_their_solo_runs(models: Models):
 def test_limits_are_each_requests_own(models: Models):
     watched = Watched(models, SHAPES[0], {"engine": {"max_seqs": 12}, "kv": {"pages": 400, "page_size": 4}})
     for low, high in ((1, 4), (2, 4), (4, 4), (1, 3), (3, 3), (1, 1)):
-        for threshold in (0.0, 0.5, 1.0):
-            name = watched.arrive(
-                MIDDLE, max_tokens=10, min_loops=low, max_loops=high, exit_threshold=threshold, min_tokens=10
-            )
+        for level in (AT_ONCE, SOMETIMES, NEVER):
+            name = watched.arrive(MIDDLE, max_tokens=10, min_loops=low, max_loops=high, level=level, min_tokens=10)
             assert name is not None
     watched.finish()
     for seen in watched.requests.values():
@@ -550,7 +416,7 @@ def test_limits_are_each_requests_own(models: Models):
 def test_the_comparison_can_fail(models: Models):
     """Negative control: the engine's answers are not those of another layout, rule or threshold."""
     watched = Watched(models, SHAPES[0], {"engine": {"max_seqs": 2}, "kv": {"pages": 200, "page_size": 4}})
-    name = watched.arrive(LONG, max_tokens=10, exit_threshold=0.5)
+    name = watched.arrive(LONG, max_tokens=10, level=SOMETIMES)
     watched.finish()
     seen = watched.requests[name]
     assert seen.want.sure() == len(seen.want.tokens)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from rlt.config import load_config
+from rlt.engine import Engine
+from rlt.exec import memory
+from rlt.models.checkpoint import read_spec
+from rlt.models.directory import resolve_model
+from rltd.check import plan_memory
 from support import resolved
 
 TOKENS = 380
@@ -39,3 +46,26 @@ def test_exit_sorted_planes_take_at_most_seventy_percent_of_copies(make_engine, 
     exit_sorted = peak_decode_pages(make_engine, tmp_path, "last_exited")
     copied = peak_decode_pages(make_engine, tmp_path, "last_exited_copy")
     assert exit_sorted <= 0.70 * copied, (exit_sorted, copied)
+
+
+@pytest.mark.parametrize("model", ["tiny-ouro", "tiny-nanbeige", "tiny-huginn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv", [{"pages": 100}, {"bytes": 30_000_000}, {"memory_fraction": 0.4}, {}], ids=str)
+def test_the_plan_is_what_the_engine_takes(monkeypatch, model, dtype, kv):
+    """Whatever gives the cache's size; a share of the free memory is one of what loading leaves."""
+    sections = {"model": {"path": model, "dtype": dtype}, "engine": {"device": "cpu"}, "kv": kv}
+    config, directory = load_config(overrides=sections), resolve_model(model)
+    free_bytes = 100_000_000
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: free_bytes)
+    plan = plan_memory(config, directory, read_spec(directory))
+    free_bytes -= plan.weights_bytes
+    engine = Engine(config)
+    assert engine.scheduler.supply.pool.total == plan.pages
+    # Page 0 is nobody's.
+    taken = engine.runner.pool.keys[:, 1:].nbytes + engine.runner.pool.values[:, 1:].nbytes
+    assert (taken, plan.dtype) == (plan.cache_bytes, dtype)
+    assert engine.info.kv_tokens == plan.request_tokens
+
+
+def test_free_memory_of_the_host_is_within_the_whole():
+    assert 0 < memory._free_bytes(torch.device("cpu")) < memory._total_bytes(torch.device("cpu"))

@@ -186,7 +186,7 @@ class Play(RuleBasedStateMachine):
         player.tail = True
         for index, hold in enumerate(player.holds):
             if isinstance(hold, Block):
-                self.cache.keep_planes(hold, kept)
+                self.cache.keep_lists(hold, kept)
                 entry = self.model.entry(hold)
                 entry.readers -= 1
                 entry.tails += 1
@@ -328,7 +328,13 @@ def test_a_key_stands_for_all_tokens_up_to_its_end(left, right, page_size):
 
 def test_keys_are_the_same_in_every_process():
     chain = PrefixCache(PagePool(1), 2, "model", "last_exited").chain([1, 2, 3], 4, "salt")
-    assert [key.hex()[:16] for key in chain.keys] == ["65e0683349f66249"]
+    assert [key.hex()[:16] for key in chain.keys] == ["2fa9f47aaf1f0455"]
+
+
+def test_seeds_part_blocks_where_they_count():
+    cache = PrefixCache(PagePool(1), 2, "model", "last_exited")
+    keys = {cache.chain([1, 2, 3], 4, None, seed).keys for seed in (None, 0, 1)}
+    assert len(keys) == 3
 
 
 def test_a_refused_block_leaves_its_pages_and_the_next_one_goes_below_the_equal_one():
@@ -392,9 +398,9 @@ def test_tail_readers_keep_their_planes_and_nothing_else():
     chain = cache.chain([1, 2, 3], 4, None)
     pages = list(block.pages)
     cache.acquire([block])
-    cache.keep_planes(block, [3, 1])
+    cache.keep_lists(block, [3, 1])
     assert cache.evictable == 0  # the other reader needs all planes
-    cache.keep_planes(block, [1, 3])
+    cache.keep_lists(block, [1, 3])
     assert cache.match(chain) == [block]  # still whole
     assert (cache.evictable, cache.evict(1)) == (2, 2)
     assert block.pages == [pages[1], pages[3]]
@@ -412,8 +418,8 @@ def test_tail_readers_keep_their_planes_and_nothing_else():
 def test_a_block_whose_tail_readers_left_is_whole_again():
     cache, [block] = filled([1, 2], loops=4)
     cache.acquire([block])
-    cache.keep_planes(block, [3])
-    cache.keep_planes(block, [3])
+    cache.keep_lists(block, [3])
+    cache.keep_lists(block, [3])
     assert cache.evictable == 3
     cache.release(block, tail=True)
     assert cache.evictable == 3
@@ -436,14 +442,14 @@ def test_references_without_eviction_do_not_pile_up():
 
 def test_wrong_use_is_caught():
     cache, [block] = filled([1, 2])
-    with pytest.raises(AssertionError, match="keeps some planes"):
-        cache.keep_planes(block, [0, 1])
+    with pytest.raises(AssertionError, match="keeps some pages"):
+        cache.keep_lists(block, [0, 1])
     with pytest.raises(AssertionError, match="tail readers left"):
         cache.release(block, tail=True)
     cache.acquire([block])
-    cache.keep_planes(block, [1])
+    cache.keep_lists(block, [1])
     with pytest.raises(AssertionError, match="differ"):
-        cache.keep_planes(block, [0])
+        cache.keep_lists(block, [0])
     cache.release(block, tail=False)
     with pytest.raises(AssertionError, match="readers left"):
         cache.release(block, tail=False)

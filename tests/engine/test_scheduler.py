@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rlt.kv.book import PageBook
-from rlt.kv.layout import parse_layout
+from rlt.kv.layout import SUPPLY_AHEAD, parse_layout
 from rlt.kv.pages import OutOfPages, PagePool
 from rlt.kv.prefix import PrefixCache
 from rlt.sched.plan import END_LENGTH, END_NONE, END_NOT_FINITE, END_STOP, RowResult
+from rlt.sched.policy import Policy
 from rlt.sched.request import Request, Stage
-from rlt.sched.scheduler import Policy, Scheduler
+from rlt.sched.scheduler import Scheduler
 from rlt.sched.supply import PageSupply
 from rlt_protocols.params import ParamError, ResolvedParams
 
@@ -39,8 +40,8 @@ def params(max_tokens=4, max_loops=3, priority=0, min_loops=1, threshold=0.5) ->
     )
 
 
-def scheduler(pages=100, page_size=4, layout="last_exited", lag=0, cache=False, **policy) -> Scheduler:
-    pool, kind = PagePool(pages), parse_layout(layout)
+def scheduler(pages=100, page_size=4, layout="last_exited", lag=0, cache=False, outer=0, **policy) -> Scheduler:
+    pool, kind = PagePool(pages), parse_layout(layout, outer)
     sizes = {"max_seqs": 3, "max_tick_tokens": 8, "prefill_chunk": 5} | policy
     supply = PageSupply(
         pool=pool,
@@ -82,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages=st.integers(4, 120),
         page_size=st.sampled_from([1, 2, 4, 16]),
         layout=st.sampled_from(LAYOUTS),
+        outer=st.sampled_from([0, 0, 1, 2]),
         lag=st.integers(0, 1),
         cache=st.booleans(),
         max_seqs=st.integers(1, 4),
@@ -98,11 +100,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             }
         ),
     )
-    def start(self, pages, page_size, layout, lag, cache, max_seqs, extra, policy):
+    def start(self, pages, page_size, layout, outer, lag, cache, max_seqs, extra, policy):
         policy["wavefront"] &= layout != "shared"
         sizes = {"max_seqs": max_seqs, "max_tick_tokens": max_seqs + extra}
-        self.scheduler = scheduler(pages, page_size, layout, lag, cache, **sizes, **policy)
-        self.layout, self.lag, self.size, self.policy = parse_layout(layout), lag, page_size, policy
+        self.scheduler = scheduler(pages, page_size, layout, lag, cache, outer, **sizes, **policy)
+        self.layout, self.lag, self.size, self.policy = parse_layout(layout, outer), lag, page_size, policy
         self.models: dict[str, Model] = {}
         self.slots: dict[int, str] = {}
         self.owners: dict[int, str] = {}
@@ -200,20 +202,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = segment.request.loops - 1 if self.layout.serial_prompt else segment.loop
         assert position <= cached or (position - 1, before) in model.ran
         model.ran.add((position, segment.loop))
-        plane = segment.loop % self.layout.prompt_planes(segment.request.loops)
-        self.writes(model, plane, position)
+        self.writes(model, segment.loop % self.layout.prompt_planes(segment.request.loops), position)
+        if segment.loop in (0, segment.request.loops - 1):
+            self.writes_outer(model, position)
+
+    def writes_outer(self, model, position):
+        """Layers before and after the loops store every token once."""
+        for page_list in range(self.layout.outer):
+            self.writes(model, page_list - self.layout.outer, position)
 
     def writes(self, model, page_list, index):
+        """`page_list` is counted from the first plane on."""
+        page_list += self.layout.outer
         page = model.table.get((page_list, index // self.size))
         assert page, "no page where the device writes"
         assert page in model.request.own_pages(), "the device writes to a page of somebody else"
 
     def decode(self, place, model, wants_exit, stop, results):
         loops, loop = model.request.loops, model.loop
+        position = len(model.request.prompt) + model.tokens - 1
+        self.writes_outer(model, position)
         if self.layout.exit_sorted:
             self.writes(model, loop, model.deeper[loop])
         else:
-            position = len(model.request.prompt) + model.tokens - 1
             self.writes(model, loop % self.layout.decode_planes(loops), position)
         model.loop += 1
         may_exit = model.loop >= model.request.params.min_loops and model.request.params.exit_threshold < 1
@@ -226,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             model.deeper[loop] += 1
             for plane in range(self.layout.decode_planes(loops) if not self.layout.exit_sorted else 0):
-                self.writes(model, plane, len(model.request.prompt) + model.tokens - 1)
+                self.writes(model, plane, position)
         results.append(self.token(place, model, model.loop, stop))
 
     def token(self, place, model, depth, stop):
@@ -305,6 +316,20 @@ def test_a_request_enters_beside_one_that_is_between_loops():
     finish_tick(sched)
     sched.add("b", [3], params(max_loops=3))
     assert [(s.request.id, s.loop) for s in sched.plan().prompts] == [("a", 1), ("b", 0)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("outer", [0, 1, 3])
+def test_the_limits_of_a_request_are_true(layout, outer):
+    """As many positions as `most_tokens` says really fit, and a few more pages' worth does not."""
+    kind = parse_layout(layout, outer)
+    for pages in range(1, 60):
+        for loops in (1, 3, 4):
+            tokens = kind.most_tokens(pages, loops, 4)
+            if tokens > 1:
+                assert kind.most_pages(tokens, tokens - 1, loops, 4) <= pages
+            beyond = tokens + 4 * SUPPLY_AHEAD + 4
+            assert kind.most_pages(beyond, beyond - 1, loops, 4) > pages
 
 
 @pytest.mark.parametrize(("wavefront", "expected"), [(True, [[(0, 1), (2, 0)], 4]), (False, [[(0, 1)], 6])])

@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 from rlt.depth.criteria import CRITERIA, Criterion
+from rlt.depth.table import RULES
 from rlt.models import huginn
-from rlt.models.huginn import Huginn, HuginnShape, read_shape
-from rlt.models.keys import Keys
+from rlt.models.checkpoint import read_spec
+from rlt.models.huginn import Huginn
 from rlt.models.layers import rotate_halves
+from rlt.models.spec import ModelSpec
 from support import Golden
 
 STATES, LOGITS = 3e-4, 2e-3
@@ -36,7 +38,7 @@ def _one_thread() -> Iterator[None]:
 
 class Case(NamedTuple):
     golden: Golden
-    shape: HuginnShape
+    shape: ModelSpec
     weights: dict[str, Tensor]
 
     def model(self, **replaced: Tensor) -> Huginn:
@@ -60,17 +62,13 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module", params=["huginn-tiny", "huginn-tiny-core4"])
 def case(request: pytest.FixtureRequest) -> Case:
     golden = Golden(request.param)
-    keys = Keys(golden.directory / "config.json")
-    keys.harmless("torch_dtype")
-    shape = read_shape(keys)
-    assert keys.finish() == []
-    return Case(golden, shape, load_file(golden.directory / "model.safetensors"))
+    return Case(golden, read_spec(golden.directory), load_file(golden.directory / "model.safetensors"))
 
 
 class Plane:
     """Keys and values of some layers, for one version of each token: [layers, positions, heads, head_dim]."""
 
-    def __init__(self, layers: int, shape: HuginnShape, dtype: torch.dtype) -> None:
+    def __init__(self, layers: int, shape: ModelSpec, dtype: torch.dtype) -> None:
         size = (layers, 192, shape.heads, shape.head_dim)
         # Not numbers: reading what was never written shows.
         self.keys, self.values = (torch.full(size, math.nan, dtype=dtype) for _ in range(2))
@@ -80,10 +78,10 @@ class Dense:
     """One sequence, dense: a plane for the layers that do not loop, and one per loop for those that do."""
 
     def __init__(self, model: Huginn, initial: Tensor) -> None:
-        shape = model.shape
+        shape = model.spec
         self.model, self.initial, self.length = model, initial, 0
         self.outer = Plane(shape.outer_layers, shape, model.dtype)
-        self.loops = [Plane(shape.core_layers, shape, model.dtype) for _ in range(shape.loops)]
+        self.loops = [Plane(shape.layers, shape, model.dtype) for _ in range(shape.loops)]
 
     def start(self, tokens: Sequence[int]) -> Tensor:
         """Rows of the next tokens before their first loop."""
@@ -124,23 +122,28 @@ class Dense:
             rows = self.loop(rows, loop)
         return self.finish(rows)
 
-    def adaptive(self, token: int, criterion: Criterion, threshold: float) -> tuple[Tensor, list[float]]:
+    def adaptive(self, token: int, name: str, threshold: float) -> tuple[Tensor, list[float]]:
         """The next token until a criterion stops it: its logits, and the values after each loop."""
         rows, values = self.start([token]), []
-        carried = criterion.begin(self.model.state(rows), self.model.shape.vocab_size)
+        carried = CRITERIA[name].begin(self.model.state(rows), self.model.spec.vocab_size)
         for loop in range(len(self.loops)):
             rows = self.loop(rows, loop)
-            logits = self.finish(rows) if criterion.needs_logits else None
-            value, carried = criterion.step(self.model.state(rows) if logits is None else logits, carried)
+            logits = self.finish(rows) if RULES[name].logits else None
+            value, carried = CRITERIA[name].step(self.model.state(rows) if logits is None else logits, carried)
             values.append(value.item())
-            if criterion.stops(value, threshold):
+            if CRITERIA[name].stops(value, threshold):
                 break
         self.exited(len(values))
         return (self.finish(rows) if logits is None else logits)[0], values
 
 
-def criterion(name: str) -> Criterion:
-    return CRITERIA[name.replace("-", "_")]
+def rule_of(published: str) -> str:
+    """Our name of a criterion."""
+    return {"entropy-diff": "entropy", "argmax-stability": "argmax"}.get(published, published.replace("-", "_"))
+
+
+def criterion(published: str) -> Criterion:
+    return CRITERIA[rule_of(published)]
 
 
 def near(got: Tensor, want: Tensor, limit: float) -> None:
@@ -200,9 +203,7 @@ def test_criteria_of_decode_tokens_at_full_depth(case: Case, name: str) -> None:
             rows = dense.loop(rows, loop)
             logits, state = dense.finish(rows), dense.model.state(rows)
             for key, threshold in tiny.items():
-                value, carried[key] = criterion(key).step(
-                    logits if criterion(key).needs_logits else state, carried[key]
-                )
+                value, carried[key] = criterion(key).step(logits if RULES[rule_of(key)].logits else state, carried[key])
                 values[key].append(value.item())
                 if criterion(key).stops(value, threshold):
                     stops[key] = min(stops[key], loop + 1)
@@ -217,7 +218,7 @@ def test_tokens_and_depths_with_exits(case: Case, key: str, name: str) -> None:
     want, dense = case.golden.facts["runs"]["adaptive_last_exited"][key][name], case.sequence()
     logits, values = [dense.run(case.prompt(name))[-1]], [[]]
     while len(logits) < 32:
-        row, seen = dense.adaptive(int(logits[-1].argmax()), criterion(key), want["threshold"])
+        row, seen = dense.adaptive(int(logits[-1].argmax()), rule_of(key), want["threshold"])
         logits.append(row)
         values.append(seen)
     assert [int(row.argmax()) for row in logits] == want["tokens"]
@@ -256,7 +257,7 @@ def test_negative_controls(case: Case, name: str, mistake: str, monkeypatch: pyt
     elif mistake == "split_half_rope":
         monkeypatch.setattr(huginn, "rotate_pairs", _split_half)
     else:
-        monkeypatch.setattr(HuginnShape, "embed_scale", 1.0)
+        model._scale = 1.0
     wrong = case.golden.facts["negative_controls"][name]["prefill_last_position"][mistake]
     last = case.sequence(model=model).run(case.prompt(name))[-1]
     difference = (last - case.want(f"{name}.zero.logits")[-1]).abs().max().item()

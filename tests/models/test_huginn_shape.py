@@ -15,17 +15,19 @@ from torch import Tensor
 from rlt.errors import ModelError
 from rlt.exec.normals import normals
 from rlt.exec.rng import philox
+from rlt.models.checkpoint import read_spec
+from rlt.models.families import FAMILIES
 from rlt.models.huginn import (
     DERIVED,
     STATE_STD,
     Huginn,
-    HuginnShape,
     initial_state,
-    read_shape,
     tensor_shapes,
     turn_table,
 )
 from rlt.models.keys import Keys
+from rlt.models.registry import check_model
+from rlt.models.spec import ModelSpec
 from support import DATA
 
 TINY = DATA / "golden" / "huginn-tiny"
@@ -39,22 +41,23 @@ ABSENT = ("n_heads", "num_attention_heads", "num_key_value_heads", "head_dim", "
 ABSENT += ("padded_vocab_size", "test_time_noise")
 
 
-def read(directory: Path, drop: tuple[str, ...] = (), **values: Any) -> tuple[HuginnShape, list[str]]:
-    """The shape of the tiny config.json with some keys dropped or set, and the problems without the file's name."""
+def read(directory: Path, drop: tuple[str, ...] = (), **values: Any) -> tuple[ModelSpec, list[str]]:
+    """The spec of the tiny config.json with some keys dropped or set, and the problems without the file's name."""
     config = {key: value for key, value in CONFIG.items() if key not in drop} | values
     path = directory / "config.json"
     path.write_text(json.dumps(config))
     keys = Keys(path)
-    keys.harmless("torch_dtype")
-    shape = read_shape(keys)
+    keys.harmless("model_type")
+    shape = FAMILIES["huginn"].read(keys)
     return shape, [line.removeprefix(f"{path}: ") for line in keys.finish()]
 
 
 def test_the_published_shape(tmp_path: Path) -> None:
     shape, problems = read(tmp_path, ABSENT, **REAL)
     assert problems == []
-    assert (shape.heads, shape.head_dim, shape.rope_base, shape.outer_layers) == (55, 96, 50_000.0, 4)
-    assert shape.embed_scale == pytest.approx(72.6636085)
+    assert (shape.heads, shape.head_dim, shape.rope_theta, shape.outer_layers) == (55, 96, 50_000.0, 4)
+    # Two and two layers around four: one page list beside the planes, and none of it is wasted.
+    assert (shape.layers, shape.outer_lists, shape.loops) == (4, 1, 32)
     shapes = tensor_shapes(shape)
     sizes = {name: math.prod(dims) for name, dims in shapes.items()}
     assert len(shapes) == 77
@@ -65,9 +68,12 @@ def test_the_published_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["huginn-tiny", "huginn-tiny-core4"])
 def test_tensors_are_those_of_the_checkpoints(tmp_path: Path, name: str) -> None:
-    keys = Keys(DATA / "golden" / name / "config.json")
-    weights = load_file(DATA / "golden" / name / "model.safetensors")
-    assert tensor_shapes(read_shape(keys)) == {key: tuple(weight.shape) for key, weight in weights.items()}
+    directory = DATA / "golden" / name
+    weights = load_file(directory / "model.safetensors")
+    spec = read_spec(directory)
+    kept = sum(weight.numel() for key, weight in weights.items() if key not in DERIVED)
+    assert check_model(directory, spec, torch.bfloat16) == 2 * kept
+    assert tensor_shapes(spec) == {key: tuple(weight.shape) for key, weight in weights.items()}
 
 
 REQUIRED = ("n_embd", "intermediate_size", "vocab_size", "block_size", "mean_recurrence", "norm_eps", "qk_bias")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlt.errors import ModelError
+from rlt.models import layers
+from rlt.models.checkpoint import read_spec
+from rlt.models.directory import ASSETS
 from rlt.models.loader import checkpoint_bytes, fingerprint, load_tensors
+from rlt.models.registry import load_model
 from support import DATA
 
 CPU = torch.device("cpu")
@@ -18,7 +24,7 @@ EXPECTED = {"a": (2, 3), "b": (4,), "c": (1,)}
 def values() -> dict[str, torch.Tensor]:
     return {
         "a": torch.arange(6.0).reshape(2, 3),
-        "b": torch.tensor([1.0, 1 / 3, 65504.0, 3e38]),
+        "b": torch.tensor([1.0, 1 / 3, 60000.0, -1e-30]),
         "c": torch.tensor([-0.5]),
     }
 
@@ -119,6 +125,47 @@ def test_a_missing_tensor_is_never_ignored(checkpoint: Path) -> None:
 def test_integers_are_not_weights(checkpoint: Path) -> None:
     save_file(values() | {"c": torch.tensor([1])}, checkpoint / "model.safetensors")
     assert refusal(checkpoint) == [f"{checkpoint}: {HEADER}", "  dtypes other than F32, BF16, F16 (1): c is I64"]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_damaged_numbers_are_named(checkpoint: Path, dtype: torch.dtype, wrong: float) -> None:
+    shard(checkpoint, "ac", "b")
+    file = checkpoint / "model-00002.safetensors"
+    save_file({"b": torch.tensor([1.0, wrong, 2.0, 3.0])}, file)
+    with pytest.raises(ModelError) as caught:
+        load_tensors(checkpoint, EXPECTED, dtype=dtype, device=CPU)
+    assert str(caught.value).split("\n") == [
+        f"{checkpoint}: weights are damaged:",
+        "  tensors with NaN or infinity (1): b (in model-00002.safetensors)",
+    ]
+
+
+@pytest.mark.parametrize("family", ["ouro", "nanbeige"])
+def test_building_holds_one_layer_twice_at_most(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Joined matrices are copies, so the parts of each layer must have gone when the next one is joined."""
+    directory = ASSETS / f"tiny-{family}"
+    spec, left, read = read_spec(directory), [], layers._read_layer
+
+    def spy(tensors: dict[str, torch.Tensor], prefix: str, norms: tuple[str, ...]) -> layers.Layer:
+        layer = read(tensors, prefix, norms)
+        left.append(len({name.split(".")[2] for name in tensors if name.startswith("model.layers.")}))
+        return layer
+
+    monkeypatch.setattr(layers, "_read_layer", spy)
+    load_model(directory, spec, dtype=torch.float32, device=CPU)
+    assert left == list(range(spec.layers - 1, -1, -1))
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "freqs_cis"])
+def test_what_follows_from_other_files_is_refused_with_its_directory(tmp_path: Path, name: str) -> None:
+    tiny = DATA / "golden" / "huginn-tiny"
+    shutil.copy(tiny / "config.json", tmp_path)
+    tensors = load_file(tiny / "model.safetensors")
+    save_file(tensors | {name: tensors[name] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError) as caught:
+        load_model(tmp_path, read_spec(tmp_path), dtype=torch.float32, device=CPU)
+    assert str(caught.value).startswith(f"{tmp_path}: {name} is not ")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 40, -1])

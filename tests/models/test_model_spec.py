@@ -163,10 +163,7 @@ def test_all_problems_come_at_once(edit: Edit) -> None:
 
 
 def test_other_families_are_refused(edit: Edit) -> None:
-    supported = "supported: ouro, nanbeige"
-    assert lines(edit(model_type="huginn_raven")) == [
-        f'config.json: model_type "huginn_raven" is not supported yet; {supported}'
-    ]
+    supported = "supported: ouro, huginn_raven, nanbeige"
     assert lines(edit(model_type="llama")) == [f'config.json: model_type "llama" is not supported; {supported}']
     assert lines(edit(drop=("model_type",))) == [f"config.json: model_type null is not supported; {supported}"]
 

@@ -1,8 +1,8 @@
-"""Ouro serving written a second time: dense, float32, one token after the other, no line shared with `src/`.
+"""Serving looped models written a second time: dense, float32, one token after the other, no line shared with `src/`.
 
 A row at loop d reads positions before its own, and when a position is computed, every loop that the positions before
 it will ever run is done. So all layouts are computed position by position; what tells them apart is one function,
-`version_read`. What tells the exit rules apart is `stops`.
+`version_read`. What tells the exit rules apart is in `reference.rules`, and the families are in `reference.families`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-LAYOUTS = ("last_exited", "last_exited_copy", "shared", "last_step", "cyclic:k")
-RULES = ("ouro", "ouro_delayed", "random_lookahead", "trace")
+from reference.rules import LOGITS_RULES, STATE_RULES, Judge, looks, loops_looked_at, stops
 
-#: Closer decisions than this (logit gaps, distances of a CDF from its threshold) may fall either way in float32.
+#: Closer decisions than this (logit gaps, distances from an exit threshold) may fall either way in float32.
 NOISE = 1e-4
 
 
@@ -34,7 +33,7 @@ class Answer(NamedTuple):
     depths: list[int]
     #: best logit minus second best
     gaps: list[float]
-    #: smallest distance of a CDF value from the threshold that it was compared with; infinite where none was
+    #: smallest distance of what an exit rule looked at from what it was compared with; infinite where nothing was
     exit_margins: list[float]
     logits: Tensor
 
@@ -64,55 +63,78 @@ def version_read(layout: str, loop: int, from_prompt: bool, executed: int) -> in
     return congruent[-1] if congruent else executed - 1
 
 
-def stops(rule: str, cdfs: Sequence[float], *, threshold: float, min_loops: int, max_loops: int, wanted: int) -> bool:
-    """Whether a decode token leaves after `len(cdfs)` loops. `wanted` is the depth that a trace asks for."""
-    done = len(cdfs)
-    if done >= max_loops:
-        return True
-    if rule == "trace":
-        return done >= max(wanted, min_loops)
-    looked_at = loops_looked_at(rule, done)
-    return threshold < 1 and looked_at >= min_loops and cdfs[looked_at - 1] >= threshold
-
-
-def loops_looked_at(rule: str, done: int) -> int:
-    """After `done` loops a rule compares the CDF of this many loops."""
-    return {"ouro": done, "ouro_delayed": done - 1, "random_lookahead": done - 1}[rule]
-
-
 @dataclass
 class Memory:
-    """Keys (after RoPE) and values of one request: [positions, loops, layers, kv_heads, head_dim].
+    """Keys (after RoPE) and values of one request, [positions, loops, layers, kv_heads, head_dim]; of the layers
+    outside of the loops, [positions, outer layers, kv_heads, head_dim].
 
     What was never written is NaN, so reading it cannot go unnoticed.
     """
 
     keys: Tensor
     values: Tensor
+    outer_keys: Tensor
+    outer_values: Tensor
     #: loops that each position ran
     executed: list[int]
 
     def copy(self) -> Memory:
-        return Memory(self.keys.clone(), self.values.clone(), list(self.executed))
+        tensors = (self.keys, self.values, self.outer_keys, self.outer_values)
+        return Memory(*(tensor.clone() for tensor in tensors), list(self.executed))
 
 
-class DenseOuro:
-    """An Ouro checkpoint in a directory: config.json and model.safetensors."""
+class Row(NamedTuple):
+    """A token between its loops: its state, and what else a family keeps of it (both [hidden])."""
+
+    state: Tensor
+    rest: Tensor | None = None
+
+
+class Dense:
+    """A checkpoint in a directory: config.json and model.safetensors. The families are subclasses."""
+
+    #: read by subclasses from config.json
+    loops: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    eps: float
+    theta: float
+    positions: int
+    outer_layers = 0
+    #: weight [hidden] and bias of the exit gate
+    gate: tuple[Tensor, Tensor] | None = None
+    #: (seed, position) -> the state that a token starts from when a seed is given
+    draw: Callable[[int, int], Tensor] | None = None
 
     def __init__(self, directory: Path) -> None:
-        config = json.loads((directory / "config.json").read_text())
+        self.config: dict[str, Any] = json.loads((directory / "config.json").read_text())
         self.weights = {name: w.float() for name, w in load_file(directory / "model.safetensors").items()}
-        self.loops = config["total_ut_steps"]
-        self.layers = config["num_hidden_layers"]
-        self.layer_weights = [self._layer_weights(f"model.layers.{layer}.") for layer in range(self.layers)]
-        self.heads = config["num_attention_heads"]
-        self.kv_heads = config["num_key_value_heads"]
-        self.head_dim = config["head_dim"]
-        self.eps = config["rms_norm_eps"]
-        self.theta = config["rope_theta"]
-        self.positions = config["max_position_embeddings"]
-        self.gate = (self.weights["model.early_exit_gate.weight"][0], self.weights["model.early_exit_gate.bias"][0])
-        self._prompts: dict[tuple[tuple[int, ...], int, bool], tuple[Memory, Tensor]] = {}
+        self._prompts: dict[Any, tuple[Memory, Row]] = {}
+
+    # -- what a family does ------------------------------------------------------------------------------------------
+
+    def start(self, memory: Memory, token: int, state: Tensor) -> Row:
+        """The newest token before its first loop."""
+        raise NotImplementedError
+
+    def block(self, layer: int, row: Row, attend: Callable[[Tensor, Tensor, Tensor], Tensor], position: int) -> Row:
+        """A looped layer; `attend` takes query, key and value of the row and knows the layer."""
+        raise NotImplementedError
+
+    def end_loop(self, row: Row) -> Row:
+        raise NotImplementedError
+
+    def begin_loop(self, row: Row) -> Row:
+        return row
+
+    def logits(self, memory: Memory, row: Row) -> Tensor:
+        """Coda and head."""
+        raise NotImplementedError
+
+    # -- the same for all --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def generate(
@@ -129,15 +151,20 @@ class DenseOuro:
         min_tokens: int = 0,
         trace: Sequence[int] | None = None,
         gate: tuple[Tensor, Tensor] | None = None,
+        interval: int = 1,
+        seed: int | None = None,
+        warm: bool = False,
     ) -> Answer:
         """Greedy tokens until one of `end_ids` (which is then the last token) or `max_tokens`.
 
         `end_ids` cannot win before `min_tokens` tokens are there. `trace`: generated token i >= 1 runs
         `trace[i % len(trace)]` loops, within the limits. `gate` (weight [hidden], bias) replaces the checkpoint's.
+        `seed`: start states are drawn, and not zero. `warm`: an output token starts from the last state before it.
         """
         max_loops = max_loops or self.loops
-        gate = gate or self.gate
-        memory, hidden = self.prefill(prompt, max_loops, layout)
+        memory, row = self.prefill(prompt, max_loops, layout, seed)
+        logits = self.logits(memory, row)
+        memory.executed.append(max_loops)
         tokens: list[int] = []
         depths: list[int] = []
         gaps: list[float] = []
@@ -145,7 +172,6 @@ class DenseOuro:
         rows: list[Tensor] = []
         depth, margin = max_loops, math.inf
         while True:
-            logits = self.weights["lm_head.weight"] @ hidden
             rows.append(logits)
             allowed = logits.clone()
             if len(tokens) < min_tokens:
@@ -158,41 +184,53 @@ class DenseOuro:
             margins.append(margin)
             if tokens[-1] in end_ids or len(tokens) == max_tokens:
                 return Answer(tokens, depths, gaps, margins, torch.stack(rows))
-            hidden, depth, margin = self._decode(
+            row, logits, depth, margin = self._decode(
                 memory,
-                tokens[-1],
+                self.start(memory, tokens[-1], row.state if warm else self._state(seed, len(memory.executed))),
                 layout=layout,
                 rule=rule,
                 threshold=threshold,
                 min_loops=min_loops,
                 max_loops=max_loops,
                 wanted=trace[len(tokens) % len(trace)] if trace else max_loops,
-                gate=gate,
+                gate=gate or self.gate,
+                interval=interval,
             )
 
     @torch.inference_mode()
-    def prefill(self, prompt: Sequence[int], max_loops: int, layout: str) -> tuple[Memory, Tensor]:
-        """The keys and values of a prompt, and its last row [hidden] after its last loop.
+    def prefill(
+        self, prompt: Sequence[int], max_loops: int, layout: str, seed: int | None = None
+    ) -> tuple[Memory, Row]:
+        """The keys and values of a prompt, and its last row after its last loop, which is still to be finished.
 
         Prompt rows read each other per loop in all layouts but `shared`, so there are two kinds to remember.
         """
-        known = (tuple(prompt), max_loops, layout == "shared")
+        known = (tuple(prompt), max_loops, layout == "shared", seed)
         if known not in self._prompts:
-            shape = (self.positions, max_loops, self.layers, self.kv_heads, self.head_dim)
-            memory = Memory(torch.full(shape, math.nan), torch.full(shape, math.nan), [])
-            for token in prompt:
-                hidden = self.weights["model.embed_tokens.weight"][token]
+            core = (self.positions, max_loops, self.layers, self.kv_heads, self.head_dim)
+            outer = (self.positions, self.outer_layers, self.kv_heads, self.head_dim)
+            memory = Memory(*(torch.full(shape, math.nan) for shape in (core, core, outer, outer)), [])
+            for index, token in enumerate(prompt):
+                row = self.start(memory, token, self._state(seed, index))
                 for loop in range(max_loops):
-                    hidden = self._loop(memory, hidden, loop, layout, from_prompt=True)
-                memory.executed.append(max_loops)
-            self._prompts[known] = memory, hidden
-        memory, hidden = self._prompts[known]
-        return memory.copy(), hidden
+                    row = self.loop(memory, row, loop, layout, from_prompt=True)
+                if index < len(prompt) - 1:
+                    self.logits(memory, row)
+                    memory.executed.append(max_loops)
+            self._prompts[known] = memory, row
+        memory, row = self._prompts[known]
+        return memory.copy(), row
+
+    def _state(self, seed: int | None, position: int) -> Tensor:
+        if seed is None:
+            return torch.zeros(self.hidden)
+        assert self.draw is not None
+        return self.draw(seed, position)
 
     def _decode(
         self,
         memory: Memory,
-        token: int,
+        row: Row,
         *,
         layout: str,
         rule: str,
@@ -200,72 +238,92 @@ class DenseOuro:
         min_loops: int,
         max_loops: int,
         wanted: int,
-        gate: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, int, float]:
-        """Run one generated token: its last hidden row, its depth and the margin of its exit decisions."""
-        hidden = self.weights["model.embed_tokens.weight"][token]
-        weight, bias = gate
-        survival, margin = torch.tensor(1.0), math.inf
-        cdfs: list[float] = []
+        gate: tuple[Tensor, Tensor] | None,
+        interval: int,
+    ) -> tuple[Row, Tensor, int, float]:
+        """Run one generated token: its last row, its logits, its depth and the margin of its exit decisions."""
+        judge = Judge(rule, threshold, row.state, len(self.logits_weight()))
+        survival, cdfs = torch.tensor(1.0), list[float]()
         while True:
-            hidden = self._loop(memory, hidden, len(cdfs), layout, from_prompt=False)
-            survival = survival * (1 - torch.sigmoid(weight @ hidden + bias))
+            row = self.loop(memory, row, len(cdfs), layout, from_prompt=False)
+            if gate is not None:
+                survival = survival * (1 - torch.sigmoid(gate[0] @ row.state + gate[1]))
             cdfs.append(float(1 - survival))
-            if rule != "trace" and 0 < threshold < 1 and len(cdfs) < max_loops:
-                looked_at = loops_looked_at(rule, len(cdfs))
-                if looked_at >= min_loops:
-                    margin = min(margin, abs(cdfs[looked_at - 1] - threshold))
-            if stops(rule, cdfs, threshold=threshold, min_loops=min_loops, max_loops=max_loops, wanted=wanted):
-                memory.executed.append(len(cdfs))
-                return hidden, len(cdfs), margin
+            done, limits = len(cdfs), {"min_loops": min_loops, "max_loops": max_loops}
+            if rule in STATE_RULES:
+                before = judge.margin
+                stop = judge.states(row.state) and done >= min_loops
+                if not min_loops <= done < max_loops:
+                    judge.margin = before
+                stop = stop or done >= max_loops
+            elif rule in LOGITS_RULES:
+                stop = done >= max_loops or (
+                    looks(rule, done, interval=interval, **limits) and judge.logits(self.logits(memory, row))
+                )
+            elif rule == "full_depth":
+                stop = done >= max_loops
+            else:
+                if rule != "trace" and 0 < threshold < 1 and done < max_loops:
+                    looked_at = loops_looked_at(rule, done)
+                    if looked_at >= min_loops:
+                        judge.margin = min(judge.margin, abs(cdfs[looked_at - 1] - threshold))
+                stop = stops(rule, cdfs, threshold=threshold, wanted=wanted, **limits)
+            if stop:
+                logits = self.logits(memory, row)
+                memory.executed.append(done)
+                return row, logits, done, judge.margin
 
-    def _loop(self, memory: Memory, x: Tensor, loop: int, layout: str, *, from_prompt: bool) -> Tensor:
-        """One loop of the newest token's row `x` [hidden]: all layers, then the closing norm."""
+    def logits_weight(self) -> Tensor:
+        """[vocab, hidden]"""
+        raise NotImplementedError
+
+    def loop(self, memory: Memory, row: Row, loop: int, layout: str, *, from_prompt: bool) -> Row:
+        """One loop of the newest token's row."""
         position = len(memory.executed)
         older = torch.arange(position)
         versions = torch.tensor(
             [version_read(layout, loop, from_prompt, executed) for executed in memory.executed], dtype=torch.int64
         )
+        row = self.begin_loop(row)
         for layer in range(self.layers):
-            w = self.layer_weights[layer]
-            normed = self._norm(x, w["input_layernorm"])
-            query = self._rotate((w["self_attn.q_proj"] @ normed).view(self.heads, self.head_dim), position)
-            key = self._rotate((w["self_attn.k_proj"] @ normed).view(self.kv_heads, self.head_dim), position)
-            value = (w["self_attn.v_proj"] @ normed).view(self.kv_heads, self.head_dim)
-            memory.keys[position, loop, layer] = key
-            memory.values[position, loop, layer] = value
-            keys = torch.cat([memory.keys[older, versions, layer], key[None]])
-            values = torch.cat([memory.values[older, versions, layer], value[None]])
-            attended = w["self_attn.o_proj"] @ self._attend(query, keys, values).flatten()
-            x = x + self._norm(attended, w["input_layernorm_2"])
-            normed = self._norm(x, w["post_attention_layernorm"])
-            gate, up = w["mlp.gate_proj"] @ normed, w["mlp.up_proj"] @ normed
-            x = x + self._norm(w["mlp.down_proj"] @ (gate * torch.sigmoid(gate) * up), w["post_attention_layernorm_2"])
-        return self._norm(x, self.weights["model.norm.weight"])
 
-    def _layer_weights(self, prefix: str) -> dict[str, Tensor]:
-        return {
-            name.removeprefix(prefix).removesuffix(".weight"): weight
-            for name, weight in self.weights.items()
-            if name.startswith(prefix)
-        }
+            def attend(query: Tensor, key: Tensor, value: Tensor, layer: int = layer) -> Tensor:
+                memory.keys[position, loop, layer] = key
+                memory.values[position, loop, layer] = value
+                keys = torch.cat([memory.keys[older, versions, layer], key[None]])
+                values = torch.cat([memory.values[older, versions, layer], value[None]])
+                return self._attend(query, keys, values)
+
+            row = self.block(layer, row, attend, position)
+        return self.end_loop(row)
+
+    def outer_attend(self, memory: Memory, layer: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Attention of the newest token in a layer outside of the loops, over everything that is in `memory`."""
+        position = len(memory.executed)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            memory.outer_keys[position, layer], memory.outer_values[position, layer] = key, value
+            until = position + 1
+            return self._attend(query, memory.outer_keys[:until, layer], memory.outer_values[:until, layer])
+
+        return attend
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """`query` [heads, head_dim] over `keys` and `values` [tokens, kv_heads, head_dim]."""
+        """`query` [heads, head_dim] over `keys` and `values` [tokens, kv_heads, head_dim], flattened."""
         group = self.heads // self.kv_heads
         outputs = []
         for head in range(self.heads):
             scores = keys[:, head // group] @ query[head] / math.sqrt(self.head_dim)
             outputs.append(torch.softmax(scores, dim=0) @ values[:, head // group])
-        return torch.stack(outputs)
+        return torch.cat(outputs)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x / torch.sqrt((x * x).mean() + self.eps) * weight
 
-    def _rotate(self, heads: Tensor, position: int) -> Tensor:
-        """RoPE on [heads, head_dim]: feature j turns together with feature j + head_dim / 2."""
-        half = self.head_dim // 2
-        angle = position * self.theta ** (-torch.arange(half, dtype=torch.float32) / half)
-        first, second = heads[:, :half], heads[:, half:]
-        cos, sin = torch.cos(angle), torch.sin(angle)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=1)
+    def named(self, prefix: str) -> dict[str, Tensor]:
+        """The weights whose names begin so, by the rest of their names."""
+        return {
+            name.removeprefix(prefix).removesuffix(".weight"): weight
+            for name, weight in self.weights.items()
+            if name.startswith(prefix)
+        }

@@ -11,7 +11,8 @@ from rlt.kv.layout import Layout, parse_layout
 from rlt.kv.pages import PagePool
 from rlt.kv.prefix import PrefixCache
 from rlt.sched.plan import END_NONE, RowResult, TickPlan
-from rlt.sched.scheduler import Policy, Scheduler
+from rlt.sched.policy import Policy
+from rlt.sched.scheduler import Scheduler
 from rlt.sched.supply import PageSupply
 from rlt_protocols.params import ResolvedParams
 

@@ -2,8 +2,9 @@
 
 The formulas are those of Huginn's published generation code (arXiv 2502.05171); everything is float32 and per row, so
 a row's value does not depend on its neighbours. A step takes what the last loop made of each row, and what the
-criterion carried from the loop before, and returns the values [rows] and what to carry on. Some look at states
+criterion carried from its look before, and returns the values [rows] and what to carry on. Some look at states
 [rows, hidden], which are raw core outputs; the others at logits [rows, vocab] of coda and head run on those states.
+Default thresholds are in `rlt.depth.table`, under the same names.
 """
 
 from __future__ import annotations
@@ -27,18 +28,15 @@ class Criterion(NamedTuple):
     """A criterion and when it says that a row may stop."""
 
     step: Step
-    #: needs coda and head after each loop that it looks at, and must look at all of them from the first on
-    needs_logits: bool
-    #: default of the published code
-    threshold: float
     #: (initial states [rows, hidden], vocab) -> carried before the first loop, [rows, ...]
     begin: Callable[[Tensor, int], Tensor]
     #: stop at values of at least the threshold, and not below it
     at_least: bool = False
 
     def stops(self, values: Tensor, threshold: float | Tensor) -> Tensor:
-        """Mask [rows]; a value that is not a number never stops a row."""
-        return values >= threshold if self.at_least else values < threshold
+        """Mask [rows]; a value that is not a number never stops a row, nor does a threshold of 0 that must be undercut
+        (a rounded divergence may be slightly negative)."""
+        return values >= threshold if self.at_least else (values < threshold) & (threshold > 0)
 
 
 def latent_diff(states: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,12 +51,12 @@ def cosine(states: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     return 1.0 - (now * before).sum(-1) / (now.norm(dim=-1) * before.norm(dim=-1)), states
 
 
-def entropy_diff(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+def entropy(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     """|H - H_previous| of the distributions, in nats. Carries H [rows], which starts at 100, so the first is large."""
     probabilities = logits.float().softmax(-1)
     # The published code adds the 1e-10 to the logarithm's argument.
-    entropy = -(probabilities * (probabilities + 1e-10).log()).sum(-1)
-    return (entropy - previous).abs(), entropy
+    now = -(probabilities * (probabilities + 1e-10).log()).sum(-1)
+    return (now - previous).abs(), now
 
 
 def kl(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +75,7 @@ def minp_kl(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     return _divergence((flat / flat.sum(-1, keepdim=True)).log(), previous)
 
 
-def argmax_stability(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+def argmax(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     """For how many loops the best token has not changed. Carries (best token, count) [rows, 2], int64."""
     best = logits.argmax(-1)
     count = torch.where(best == previous[:, 0], previous[:, 1] + 1, 0)
@@ -106,11 +104,10 @@ def _no_token(states: Tensor, vocab: int) -> Tensor:
 
 #: by name
 CRITERIA = {
-    "latent_diff": Criterion(latent_diff, needs_logits=False, threshold=0.03, begin=_states),
-    "cosine": Criterion(cosine, needs_logits=False, threshold=1e-3, begin=_states),
-    "entropy_diff": Criterion(entropy_diff, needs_logits=True, threshold=1e-3, begin=_high),
-    # The paper and the model card use 5e-4.
-    "kl": Criterion(kl, needs_logits=True, threshold=1e-3, begin=_uniform),
-    "minp_kl": Criterion(minp_kl, needs_logits=True, threshold=1e-5, begin=_uniform),
-    "argmax_stability": Criterion(argmax_stability, needs_logits=True, threshold=5, begin=_no_token, at_least=True),
+    "latent_diff": Criterion(latent_diff, _states),
+    "cosine": Criterion(cosine, _states),
+    "entropy": Criterion(entropy, _high),
+    "kl": Criterion(kl, _uniform),
+    "minp_kl": Criterion(minp_kl, _uniform),
+    "argmax": Criterion(argmax, _no_token, at_least=True),
 }

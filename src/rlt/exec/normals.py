@@ -7,10 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlt.exec.rng import philox
-
-#: what these draws are for; differs from every purpose in `rlt.exec.rng`
-PURPOSE_STATE = 1
+from rlt.exec.rng import PURPOSE_STATE, philox
 
 _MASK = 0xFFFFFFFF
 

@@ -1,7 +1,8 @@
 """Where decode rows write their keys and values, and which page lists they read, under each layout.
 
 A *read* of a row is a set of page lists with a count each: the first `count` positions of a list's pages. Attention is
-a sum over keys in any order, so nothing else is needed.
+a sum over keys in any order, so nothing else is needed. Page lists are counted from the first plane on here: the outer
+lists before them (`rlt.exec.batches`) follow no layout.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Planes(Protocol):
 
 def make_planes(layout: Layout, slots: Slots, pages: PageTable, pool: KvPool, loops: int) -> Planes:
     if layout.exit_sorted:
-        return ExitSortedPlanes(slots, pages, pool, loops)
+        return ExitSortedPlanes(layout, slots, pages, pool, loops)
     return CopiedPlanes(layout, slots, pages, pool)
 
 
@@ -49,8 +50,8 @@ class CopiedPlanes:
     """
 
     def __init__(self, layout: Layout, slots: Slots, pages: PageTable, pool: KvPool) -> None:
-        self._slots, self._table, self._pool = slots, pages.table, pool
-        self._cycle = pages.table.shape[1] if layout.cycle is None else layout.cycle
+        self._slots, self._table, self._pool = slots, pages.table[:, layout.outer :], pool
+        self._cycle = self._table.shape[1] if layout.cycle is None else layout.cycle
 
     def begin(self, slots: Tensor) -> None:
         pass
@@ -82,8 +83,8 @@ class ExitSortedPlanes:
     0 to d and the list of plane d: version min(d, exit depth) of every token, without copies.
     """
 
-    def __init__(self, slots: Slots, pages: PageTable, pool: KvPool, loops: int) -> None:
-        self._slots, self._table, self._pool = slots, pages.table, pool
+    def __init__(self, layout: Layout, slots: Slots, pages: PageTable, pool: KvPool, loops: int) -> None:
+        self._slots, self._table, self._pool = slots, pages.table[:, layout.outer :], pool
         #: entries of each plane's list, and of its exited list
         self._deeper = slots.add("deeper", torch.int64, (loops,))
         self._exited = slots.add("exited", torch.int64, (max(loops - 1, 1),))

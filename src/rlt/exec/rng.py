@@ -25,8 +25,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-#: what a draw is for; different purposes never share a number
-PURPOSE_SAMPLE = 0
+#: what a draw is for: a token, or the state that a token starts from; different purposes never share a number
+PURPOSE_SAMPLE, PURPOSE_STATE = 0, 1
 
 
 def uniform(seed: Tensor, position: Tensor, purpose: int = PURPOSE_SAMPLE) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs a planned tick on the device: prelude, one core pass over all rows, exit decision, head and sampling."""
+"""Runs a planned tick on the device: prelude, one core pass over all rows, exit decision, coda, head and sampling."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlt.attention.interface import AttentionBackend, KvPool, PromptSpan, TickBatch
+from rlt.attention.interface import AttentionBackend, KvPool
 from rlt.depth.rules import ExitRule
+from rlt.exec.batches import Batches, OuterAttention
 from rlt.exec.planes import Planes
 from rlt.exec.sampler import sample
 from rlt.exec.slots import PageTable, Slots
 from rlt.kv.layout import Layout
-from rlt.models.interface import LoopedModel
+from rlt.models.interface import InitialState, LoopedModel
 from rlt.sched.plan import PromptSegment, Resumption, RowResult, Suspension, TickPlan
 
 
@@ -43,10 +44,10 @@ class SubmittedTick:
 
 
 class Runner:
-    """Owns the device side of an engine: model, slots, page table, hidden rows and the key/value pool.
+    """Owns the device side of an engine: model, slots, page table, rows between their loops, the key/value pool.
 
-    `hidden` [slots + prompt rows, hidden size] keeps every row between its loops: row s is slot s's decode token, the
-    rows after the slots are handed out to prompt chunks by the scheduler.
+    `hidden` [slots + prompt rows, row size] keeps every row between its loops: row s is slot s's decode token, the rows
+    after the slots are handed out to prompt chunks by the scheduler.
     """
 
     def __init__(
@@ -61,18 +62,21 @@ class Runner:
         planes: Planes,
         rule: ExitRule,
         prompt_rows: int,
+        initial_state: InitialState = "zero",
+        warm_start: bool = False,
     ) -> None:
+        """`warm_start`: an output token starts from the state that the token before it left with."""
         self.model = model
         self.pool = pool
         self.slots = slots
         self.pages = pages
-        self._layout = layout
         self._attention = attention
         self._planes = planes
         self._rule = rule
-        self.hidden = torch.zeros(
-            slots.count + prompt_rows, model.spec.hidden_size, dtype=model.dtype, device=slots.device
-        )
+        self._initial_state: InitialState = initial_state
+        self._warm_start = warm_start
+        self._batches = Batches(layout, slots, pages, planes, pool.page_size)
+        self.hidden = torch.zeros(slots.count + prompt_rows, model.row_size, dtype=model.dtype, device=slots.device)
 
     @torch.inference_mode()
     def submit(self, plan: TickPlan) -> SubmittedTick:
@@ -93,77 +97,96 @@ class Runner:
         if len(slots) + plan.prompt_rows == 0:
             return SubmittedTick(None)
         loops = self.slots.depth[slots]
-        self._embed(slots[loops == 0], plan.prompts)
-        positions, batch = self._batch(slots, loops, plan.prompts)
-        rows = torch.cat([slots, *(self._ints(segment.rows) for segment in plan.prompts)])
-        self._attention.begin(batch)
-        hidden = self.model.core(self.hidden[rows], positions, self._attention.attend)
-        self.hidden[rows] = hidden
-        exits = self._rule.decide(slots, hidden[: len(slots)], loops + 1)
+        self._begin_tokens(slots[loops == 0], [segment for segment in plan.prompts if segment.loop == 0])
+        rows = self._rows(slots, plan.prompts)
+        before = self.hidden[rows]
+        self._attention.begin(self._batches.core(slots, loops, plan.prompts))
+        after = self.model.core(before, self._batches.positions(slots, plan.prompts), self._attention.attend)
+        self.hidden[rows] = after
+        count, states = len(slots), self.model.spec.hidden_size
+        exits = self._rule.candidates(slots, before[:count, :states], after[:count, :states], loops + 1)
+        leaving = exits.nonzero()[:, 0]
+        logits = self._logits(slots, leaving, after, plan.prompts)
+        if logits is not None:
+            confirmed = self._rule.confirm(slots[leaving], logits[: len(leaving)], loops[leaving] + 1)
+            if confirmed is not None:
+                exits[leaving] = confirmed
+                sampled = torch.ones(len(logits) - len(leaving), dtype=torch.bool, device=logits.device)
+                logits, leaving = logits[torch.cat([confirmed, sampled])], leaving[confirmed]
         self._planes.passed(slots, loops, exits)
         self.slots.depth[slots] = loops + 1
-        return self._sample(plan, places, slots, exits, hidden)
+        if logits is None or len(logits) == 0:
+            return SubmittedTick(None)
+        return self._sample(plan, places[leaving], slots[leaving], logits)
 
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.slots.device)
 
-    def _embed(self, fresh: Tensor, prompts: Sequence[PromptSegment]) -> None:
-        """Give the rows of loop 0 their tokens' embeddings."""
-        rows, tokens = [fresh], [self.slots.token[fresh]]
-        for segment in prompts:
-            if segment.loop == 0:
-                rows.append(self._ints(segment.rows))
-                tokens.append(self._ints(segment.tokens))
-        entering = torch.cat(rows)
-        if len(entering):
-            self.hidden[entering] = self.model.prelude(torch.cat(tokens))
+    def _rows(self, slots: Tensor, segments: Sequence[PromptSegment]) -> Tensor:
+        """Places in `hidden` of decode rows and prompt rows."""
+        return torch.cat([slots, *(self._ints(segment.rows) for segment in segments)])
 
-    def _batch(self, slots: Tensor, loops: Tensor, prompts: Sequence[PromptSegment]) -> tuple[Tensor, TickBatch]:
-        """Positions of all rows, and the batch as attention sees it."""
-        reads = self._planes.reads(slots, loops)
-        positions, write = [self.slots.position[slots]], [reads.write]
-        size, row, spans = self.pool.page_size, len(slots), []
-        for segment in prompts:
-            count = len(segment.rows)
-            length = segment.first + count
-            plane = segment.loop % self._layout.prompt_planes(segment.request.loops)
-            pages = self.pages.table[segment.slot, plane, : -(-length // size)]
-            span = torch.arange(segment.first, length, device=pages.device)
-            positions.append(span)
-            write.append(pages[span // size] * size + span % size)
-            spans.append(PromptSpan(row, count, length, pages))
-            row += count
-        return torch.cat(positions), TickBatch(torch.cat(write), reads.tables, reads.counts, tuple(spans))
+    def _outer(self, slots: Tensor, segments: Sequence[PromptSegment]) -> OuterAttention:
+        return OuterAttention(self._attention, self._batches, self.model.spec.layers, slots, segments)
 
-    def _sample(self, plan: TickPlan, places: Tensor, slots: Tensor, exits: Tensor, hidden: Tensor) -> SubmittedTick:
-        """Give the rows that leave the loops their tokens, and advance their slots."""
-        leaving = exits.nonzero()[:, 0]
-        # The first output token comes from the prompt's last row after all its loops, whatever the rule says.
-        lasts, first_slots, row = [], [], len(slots)
-        for segment in plan.prompts:
-            row += len(segment.rows)
-            if segment.samples:
-                lasts.append(row - 1)
-                first_slots.append(segment.slot)
-        rows = torch.cat([leaving, self._ints(lasts)])
+    def _begin_tokens(self, slots: Tensor, segments: Sequence[PromptSegment]) -> None:
+        """Prelude: give rows of loop 0 what their tokens start from."""
+        rows = self._rows(slots, segments)
         if len(rows) == 0:
-            return SubmittedTick(None)
-        firsts = self._ints(first_slots)
-        if first_slots:
+            return
+        tokens = torch.cat([self.slots.token[slots], *(self._ints(segment.tokens) for segment in segments)])
+        owners = torch.cat([slots, *(self._ints([segment.slot] * len(segment.rows)) for segment in segments)])
+        positions = self._batches.positions(slots, segments)
+        state = self.model.initial_state(self._initial_state, self.slots.seed[owners], positions)
+        if self._warm_start:
+            # The slot's row is still that of its last token, or of the prompt's.
+            state[: len(slots)] = self.hidden[slots, : state.shape[1]]
+        self.hidden[rows] = self.model.prelude(tokens, positions, self._outer(slots, segments), state)
+
+    def _logits(self, slots: Tensor, leaving: Tensor, after: Tensor, prompts: Sequence[PromptSegment]) -> Tensor | None:
+        """Coda, and logits [rows, vocab] of decode rows `leaving`, then of the prompts' last rows; None without rows.
+
+        All prompt rows go through the coda after their last loop, since later rows attend to them there.
+        """
+        index, last_rows, ending, row = [leaving], [], [], len(slots)
+        place = len(leaving)
+        for segment in prompts:
+            first, row = row, row + len(segment.rows)
+            if segment.loop == segment.request.loops - 1:
+                ending.append(segment)
+                index.append(torch.arange(first, row, device=after.device))
+                place += len(segment.rows)
+                if segment.samples:
+                    last_rows.append(place - 1)
+        rows, slots = torch.cat(index), slots[leaving]
+        if len(rows) == 0:
+            return None
+        hidden = self.model.coda(after[rows], self._batches.positions(slots, ending), self._outer(slots, ending))
+        if ending:
+            hidden = torch.cat([hidden[: len(leaving)], hidden[self._ints(last_rows)]])
+        return self.model.head(hidden) if len(hidden) else None
+
+    def _sample(self, plan: TickPlan, places: Tensor, slots: Tensor, logits: Tensor) -> SubmittedTick:
+        """Give `slots` [rows], whose tokens left the loops, and prompts that are through their next tokens."""
+        # The first output token comes from the prompt's last row after all its loops, whatever the rule says.
+        sampling = [segment for segment in plan.prompts if segment.samples]
+        firsts = self._ints([segment.slot for segment in sampling])
+        if sampling:
             self._planes.begin(firsts)
             self.slots.depth[firsts] = self.slots.max_loops[firsts]
-        left = torch.cat([slots[leaving], firsts])
+            if self._warm_start:
+                self.hidden[firsts] = self.hidden[self._ints([segment.rows[-1] for segment in sampling])]
+        left = torch.cat([slots, firsts])
         depths = self.slots.depth[left]
-        tokens, finite = self._next_tokens(left, hidden[rows])
+        tokens, finite = self._next_tokens(left, logits)
         ends = self.slots.commit(left, tokens, finite)
         self._rule.restart(left)
-        after = torch.arange(len(lasts), device=left.device) + len(plan.decode.slots)
-        return SubmittedTick((torch.cat([places[leaving], after]), tokens, depths, ends))
+        after = torch.arange(len(firsts), device=left.device) + len(plan.decode.slots)
+        return SubmittedTick((torch.cat([places, after]), tokens, depths, ends))
 
-    def _next_tokens(self, slots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Next tokens of `slots` from their final rows, and whether each row's logits were numbers."""
+    def _next_tokens(self, slots: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Next tokens of `slots` from their logits, which are overwritten; and whether each row was numbers."""
         state = self.slots
-        logits = self.model.head(hidden)
         # Rows of a padded vocabulary: nothing was trained to keep them low.
         logits[:, self.model.spec.known_tokens :] = -torch.inf
         finite = torch.isfinite(logits.amax(-1))

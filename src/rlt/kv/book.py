@@ -36,7 +36,8 @@ class PageBook:
         self._supplied: Ints = np.zeros(shape, np.int64)
         self._most: Ints = np.zeros(shape, np.int64)
         self._loops: Ints = np.zeros(slots, np.int64)
-        self._planes: Ints = np.arange(loops, dtype=np.int64)
+        #: columns that a token of enough loops adds to, as planes: those below 0 are the outer lists
+        self._planes: Ints = np.arange(-layout.outer, loops, dtype=np.int64)
 
     def open(self, slot: int, *, used: Sequence[int], most: Sequence[int], pages: Sequence[int], loops: int) -> None:
         """A request decodes in `slot`: positions used and at most, and pages, of each of its lists."""
@@ -62,10 +63,10 @@ class PageBook:
         if not self._layout.exit_sorted:
             self._used[rows] += 1
             return
-        self._used[rows[:, None], self._planes] += self._planes < last[:, None]
-        loops = self._loops[rows]
+        outer, loops = self._layout.outer, self._loops[rows]
+        self._used[rows[:, None], self._planes + outer] += self._planes < last[:, None]
         # The last plane has no exited list: its own list takes what ends there.
-        self._used[rows, np.where(last < loops - 1, loops + last, last)] += 1
+        self._used[rows, outer + np.where(last < loops - 1, loops + last, last)] += 1
 
     def missing(self, ahead: int) -> list[Missing]:
         """What decoding slots lack to write `ahead` more positions in any of their lists."""

@@ -1,8 +1,8 @@
 """The prefix cache: prompt pages that outlive their request, found again by what they hold. No torch here.
 
-A *block* is `page_size` consecutive prompt tokens at a page-aligned position, with one page per plane. Blocks are
-immutable and form trees: the parent of a block holds the tokens before it. Every page of the pool is free, owned by one
-request, or in one block.
+A *block* is `page_size` consecutive prompt tokens at a page-aligned position, with one page per page list of the
+prompt: its planes, and the lists of layers outside of the loops. Blocks are immutable and form trees: the parent of a
+block holds the tokens before it. Every page of the pool is free, owned by one request, or in one block.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Chain(NamedTuple):
 class Block:
     key: bytes
     parent: Block | None
-    #: by plane; once the block has lost its key, the pages of `kept` alone, in the order of the planes
+    #: by page list; once the block has lost its key, the pages of `kept` alone, in the order of the lists
     pages: list[int]
     #: when a reader or tail reader left for the last time; before that nobody asks
     last_used: int = 0
     children: int = 0
-    #: requests that need every plane
+    #: requests that need every page list
     readers: int = 0
-    #: requests that are past their prefill and need the planes `kept` alone
+    #: requests that are past their prefill and need the lists `kept` alone
     tails: int = 0
     kept: tuple[int, ...] = ()
-    #: readers, plus children with pins: 0 means that nobody needs all planes of this block or of any block below it
+    #: readers, plus children with pins: 0 means that nobody needs all pages of this block or of any block below it
     pins: int = 0
     #: whether `match` can find it
     keyed: bool = True
@@ -79,10 +79,13 @@ class PrefixCache:
 
     # -- finding -------------------------------------------------------------------------------------------------
 
-    def chain(self, prompt: Sequence[int], loops: int, salt: str | None) -> Chain:
-        """The keys under which the blocks of this prompt are found, equal in every process. Tokens fit into 32 bits."""
+    def chain(self, prompt: Sequence[int], loops: int, salt: str | None, seed: int | None = None) -> Chain:
+        """The keys under which the blocks of this prompt are found, equal in every process. Tokens fit into 32 bits.
+
+        `seed` is the request's where prompt tokens start from seeded states, else None.
+        """
         # JSON, because joined strings would be ambiguous; it also tells None from "null".
-        key = sha256(json.dumps([self._fingerprint, self._layout, loops, salt]).encode()).digest()
+        key = sha256(json.dumps([self._fingerprint, self._layout, loops, salt, seed]).encode()).digest()
         count = len(prompt) // self._page_size
         packed = struct.pack(f"<{count * self._page_size}i", *prompt[: count * self._page_size])
         width = 4 * self._page_size
@@ -112,8 +115,7 @@ class PrefixCache:
             self._pin(block)
 
     def insert(self, chain: Chain, index: int, pages: Sequence[int]) -> Block | None:
-        """Offer the prompt's block `index`, complete in all planes; `pages` has one page for each of the prompt's
-        planes.
+        """Offer the prompt's block `index`, complete in all page lists; `pages` has one page of each.
 
         Returns the new block: its pages are the cache's now, and the caller is its reader. Or None: the pages stay the
         caller's, because an equal block is there already, or because the block before it is not (only possible when
@@ -133,17 +135,17 @@ class PrefixCache:
             self._pin(parent)
         return block
 
-    def keep_planes(self, block: Block, kept: Sequence[int]) -> None:
-        """Turn a reader into a tail reader, which needs only the planes `kept` until it leaves.
+    def keep_lists(self, block: Block, kept: Sequence[int]) -> None:
+        """Turn a reader into a tail reader, which needs only the page lists `kept` until it leaves.
 
-        For layouts that read fewer planes after the prefill than during it. `kept` depends on layout and loop limit
-        alone. A request that needs all planes stays a reader.
+        For layouts that read fewer lists after the prefill than during it. `kept` depends on layout and loop limit
+        alone. A request that needs all lists stays a reader.
         """
-        planes = tuple(sorted(kept))
-        assert 0 < len(planes) < len(block.pages), "a tail reader keeps some planes and spares some"
-        assert block.kept in {(), planes}, "tail readers of a block differ in the planes that they keep"
-        block.kept = planes
-        # Counted as a tail first, so that the kept planes are never evictable in between.
+        lists = tuple(sorted(kept))
+        assert 0 < len(lists) < len(block.pages), "a tail reader keeps some pages and spares some"
+        assert block.kept in {(), lists}, "tail readers of a block differ in the lists that they keep"
+        block.kept = lists
+        # Counted as a tail first, so that the kept pages are never evictable in between.
         block.tails += 1
         self._leave(block)
 
@@ -235,8 +237,8 @@ class PrefixCache:
     def _drop(self, block: Block) -> int:
         """Take an idle leaf out of the cache. Planes that tail readers need stay with it until they leave."""
         kept = block.kept if block.tails else ()
-        spare = [page for plane, page in enumerate(block.pages) if plane not in kept]
-        block.pages = [block.pages[plane] for plane in kept]
+        spare = [page for index, page in enumerate(block.pages) if index not in kept]
+        block.pages = [block.pages[index] for index in kept]
         del self._blocks[block.key]
         block.keyed = False
         if block.tails:
@@ -296,7 +298,7 @@ class PrefixCache:
         for block in self._stripped:
             assert block.parent is None
             assert not block.keyed
-            assert block.tails > 0, "kept planes outlived their readers"
+            assert block.tails > 0, "kept pages outlived their readers"
             assert len(block.pages) == len(block.kept)
         known = children.keys() | self._stripped
         assert known >= {block for counts in (readers, tails) for block, count in counts.items() if count}

@@ -16,9 +16,7 @@ GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
 #: Added tokens that end a turn or a text whatever the configs say: shipped configs name only one of them.
-END_TOKENS = ("<|im_end|>", "<|endoftext|>")
-
-_NOT_YET = ("huginn_raven",)
+END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|end_turn|>", "<|end_text|>")
 
 
 def read_spec(directory: Path) -> ModelSpec:
@@ -27,13 +25,12 @@ def read_spec(directory: Path) -> ModelSpec:
     The last two may be absent. Raises `ModelError` with one line per problem, each naming the file and the key.
     """
     keys = Keys(directory / CONFIG_FILE)
-    family = keys.take("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        yet = " yet" if family in _NOT_YET else ""
+    model_type, families = keys.take("model_type"), {family.model_type: family for family in FAMILIES.values()}
+    if not isinstance(model_type, str) or model_type not in families:
         raise ModelError(
-            f"{keys.path}: model_type {spelled(family)} is not supported{yet}; supported: {', '.join(FAMILIES)}"
+            f"{keys.path}: model_type {spelled(model_type)} is not supported; supported: {', '.join(families)}"
         )
-    spec = FAMILIES[family].read(keys)
+    spec = families[model_type].read(keys)
     problems = keys.finish()
     if (directory / GENERATION_FILE).is_file():
         generation = Keys(directory / GENERATION_FILE)

@@ -38,14 +38,30 @@ _NANBEIGE_SWITCHES = (
     "ngram_embedding_hidden_size",
 )
 
+#: The classes of Huginn's published code that the checkpoint is made of.
+_HUGINN_CLASSES = {
+    "architecture_class_name": "RecurrentGPT",
+    "block_class_name": "SandwichBlock",
+    "mlp_class_name": "GatedMLP",
+    "nonlin_name": "SiLU",
+    "norm_class_name": "RMSNorm_llama",
+    "injection_type": "linear",
+    "state_init": "like-init",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """What holds for every checkpoint of a family."""
 
-    #: its name for people
+    #: its name for people, and in config.json
     title: str
+    model_type: str
     read: Callable[[Keys], ModelSpec]
+    #: the exit rule when the configuration names none; a rule that needs a trained gate says that there is one
+    rule: str = "full_depth"
+    #: tokens start from a state beside their embedding
+    start_states: bool = False
     #: why every token runs all loops, each with keys and values of its own; None: tokens may leave early
     full_depth: str | None = None
 
@@ -86,10 +102,69 @@ def _read_nanbeige(keys: Keys) -> ModelSpec:
     )
 
 
+def _read_huginn(keys: Keys) -> ModelSpec:
+    # Keys that published files may leave out have the published class's defaults.
+    vocab_size, hidden = keys.integer("vocab_size", 2), keys.integer("n_embd", 2)
+    heads = keys.integer("n_heads", 1, default=keys.integer("num_attention_heads", 1, default=55))
+    prelude, core, coda = (keys.integer(f"n_layers_in_{stage}", 1) for stage in ("prelude", "recurrent_block", "coda"))
+    if hidden % heads or hidden // heads % 2:
+        keys.problem(f"n_embd ({hidden}) must be n_heads ({heads}) times an even number, since RoPE turns pairs")
+    keys.only("num_attention_heads", heads)
+    keys.only("num_key_value_heads", heads)
+    keys.only("head_dim", hidden // heads)
+    keys.only("padded_vocab_size", vocab_size)
+    keys.only("n_layers", prelude + core + coda)
+    _check_huginn_variant(keys, hidden)
+    return ModelSpec(
+        family="huginn",
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=keys.integer("intermediate_size", 1),
+        layers=core,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        loops=keys.integer("mean_recurrence", 1),
+        rope_theta=keys.number("rope_base", 0, default=50_000.0, above=True),
+        norm_eps=keys.number("norm_eps", 0, above=True),
+        max_positions=keys.integer("block_size", 2),
+        exit_threshold=1.0,
+        eos_token_ids=keys.token_ids("eos_token_id", vocab_size),
+        bos_token_id=keys.token_id("bos_token_id", vocab_size),
+        pad_token_id=keys.token_id("pad_token_id", vocab_size),
+        dtype=_dtype(keys),
+        known_tokens=vocab_size,
+        prelude_layers=prelude,
+        coda_layers=coda,
+    )
+
+
+def _check_huginn_variant(keys: Keys, hidden: int) -> None:
+    """Keys that choose another computation, which must name the one that is served, and those that choose nothing."""
+    for name, value in _HUGINN_CLASSES.items():
+        keys.choice(name, (value,))
+    for name in ("qk_bias", "tie_embeddings"):
+        if keys.take(name) is not True:
+            keys.problem(f"{name} must be true")
+    keys.only("tie_word_embeddings", True)
+    keys.only("bias", False)
+    keys.only("test_time_noise", 0, 0.0)
+    values, wanted = keys.take("init_values") or {}, math.sqrt(hidden)
+    scale = values.get("embed_scale", wanted) if isinstance(values, dict) else None
+    if not isinstance(scale, int | float) or not math.isclose(scale, wanted, rel_tol=1e-6):
+        keys.problem(f"init_values.embed_scale must be the square root of n_embd, {wanted:.6f}")
+    # How the published weights were initialised and trained, and files' own bookkeeping.
+    keys.harmless("init_strategy", "init_orthogonal", "padding_multiple", "test_time_noise_type")
+    keys.harmless("activation_checkpoint_impl", "effective_expected_depth", "mean_backprop_depth", "sampling_scheme")
+    keys.harmless("architectures", "auto_map", "transformers_version", "_name_or_path", "use_cache", "model_type")
+
+
 FAMILIES = {
-    "ouro": Family("Ouro", _read_ouro),
+    "ouro": Family("Ouro", "ouro", _read_ouro, rule="ouro"),
+    "huginn": Family("Huginn", "huginn_raven", _read_huginn, start_states=True),
     "nanbeige": Family(
         "Nanbeige4.2",
+        "nanbeige",
         _read_nanbeige,
         full_depth="its weights are right only after all loops, each with keys and values of its own, and there is no "
         "exit gate",

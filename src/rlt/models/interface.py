@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,15 +12,22 @@ from rlt.models.spec import ModelSpec
 
 #: (layer, query, key, value), each [rows, heads or kv_heads, head_dim] after RoPE -> attended [rows, heads, head_dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-#: rows [rows, hidden] that finished a loop -> exit logits [rows], float32
+#: states [rows, hidden] after a loop -> exit logits [rows], float32
 Gate = Callable[[Tensor], Tensor]
+#: what a token's state is before its first loop, in families that have one then
+InitialState = Literal["zero", "seeded"]
 
 
 class LoopedModel(Protocol):
     """The maths of a model over flat rows; where keys and values live is the caller's business.
 
-    Rows are independent tokens of any requests at any loops. Weights and activations share one dtype; exit gates and
-    logits are float32.
+    A row is a token between its loops: `row_size` features, of which the first `spec.hidden_size` are its state. Rows
+    are independent tokens of any requests at any loops. Weights and activations share one dtype; exit gates and logits
+    are float32. Positions do not change with the loop.
+
+    Layers that loop and layers that run once per token (the *outer* ones, `spec.outer_layers`) are counted apart:
+    `core` calls its `attend` with layers 0 .. `spec.layers` - 1, `prelude` and `coda` call theirs with layers
+    0 .. `spec.outer_layers` - 1 in order, the prelude's first.
     """
 
     @property
@@ -33,14 +40,33 @@ class LoopedModel(Protocol):
     def gate(self) -> Gate | None:
         """The learned exit gate, in families that have one."""
 
-    def prelude(self, tokens: Tensor) -> Tensor:
-        """Hidden rows [rows, hidden] of token ids [rows] before their first loop."""
+    @property
+    def row_size(self) -> int: ...
+
+    @property
+    def start_size(self) -> int:
+        """Width of the state that a token starts from; 0: it starts from its embedding alone."""
         ...
 
-    def core(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """One loop over `hidden` [rows, hidden] at `positions` [rows] (which do not change with the loop)."""
+    def initial_state(self, kind: InitialState, seeds: Tensor, positions: Tensor) -> Tensor:
+        """States [rows, start_size] of tokens at `positions` [rows] of requests with `seeds` [rows] (int64)."""
+        ...
+
+    def prelude(self, tokens: Tensor, positions: Tensor, attend: Attend, state: Tensor) -> Tensor:
+        """Rows [rows, row_size] of token ids [rows] before their first loop, given `state` [rows, start_size]."""
+        ...
+
+    def core(self, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """One loop over `rows` [rows, row_size] at `positions` [rows]."""
+        ...
+
+    def coda(self, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """What `head` takes, [rows, hidden], of rows [rows, row_size] that leave the loops or may.
+
+        May run again for a token after a further loop: its outer keys and values are then those of the last run.
+        """
         ...
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [rows, vocab], float32, of rows that left their loops."""
+        """Logits [rows, vocab], float32, of what `coda` returned."""
         ...

@@ -1,15 +1,14 @@
-"""What families of Llama-like layers have in common: norms, rotary positions, attention and MLP with fused layer."""
+"""What families of Llama-like layers have in common: the stack around them, norms, rotary positions, attention, MLP."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import embedding, linear, silu
 
-from rlt.models.interface import Attend
+from rlt.models.interface import Attend, InitialState
 from rlt.models.spec import ModelSpec
 
 
@@ -53,14 +52,11 @@ class Layer:
     norms: tuple[Tensor, ...]
 
 
-def read_layers(spec: ModelSpec, tensors: Mapping[str, Tensor], norms: tuple[str, ...]) -> list[Layer]:
-    """The layers of a stack out of its checkpoint's tensors."""
-    return [_read_layer(tensors, f"model.layers.{index}.", norms) for index in range(spec.layers)]
+def _read_layer(tensors: dict[str, Tensor], prefix: str, norms: tuple[str, ...]) -> Layer:
+    """Take a layer's weights out of `tensors`: joined matrices are copies, and their parts are not needed any more."""
 
-
-def _read_layer(tensors: Mapping[str, Tensor], prefix: str, norms: tuple[str, ...]) -> Layer:
     def weight(name: str) -> Tensor:
-        return tensors[f"{prefix}{name}.weight"]
+        return tensors.pop(f"{prefix}{name}.weight")
 
     return Layer(
         qkv=torch.cat([weight(f"self_attn.{name}_proj") for name in "qkv"]),
@@ -84,6 +80,46 @@ class Positions:
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [rows, 1, head_dim] for rows at `positions` [rows]."""
         return self._cos[positions][:, None], self._sin[positions][:, None]
+
+
+class Stack:
+    """What families of one looped stack share: an embedding before the loops, a head after them, no other layers.
+
+    See `LoopedModel`. A row is its state, and a token starts from its embedding alone.
+    """
+
+    #: no start state
+    start_size = 0
+
+    def __init__(self, spec: ModelSpec, tensors: dict[str, Tensor], norms: tuple[str, ...]) -> None:
+        """Takes the layers out of `tensors` one by one, so that at most one layer is in memory twice."""
+        self.spec = spec
+        self._embedding = tensors["model.embed_tokens.weight"]
+        self._norm = tensors["model.norm.weight"]
+        self._head = tensors["lm_head.weight"]
+        self._layers = [_read_layer(tensors, f"model.layers.{index}.", norms) for index in range(spec.layers)]
+        self._positions = Positions(spec, self._embedding.dtype, self._embedding.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.dtype
+
+    @property
+    def row_size(self) -> int:
+        return self.spec.hidden_size
+
+    def initial_state(self, kind: InitialState, seeds: Tensor, positions: Tensor) -> Tensor:
+        return torch.empty(len(positions), 0, device=positions.device)
+
+    def prelude(self, tokens: Tensor, positions: Tensor, attend: Attend, state: Tensor) -> Tensor:
+        return embedding(tokens, self._embedding)
+
+    def coda(self, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        # The loop's closing norm is already in the rows; there is no second one.
+        return rows
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self._head).float()
 
 
 def attention(

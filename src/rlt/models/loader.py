@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlt.errors import ModelError
 from rlt.models.directory import CONFIG_FILE, INDEX_FILE, weight_files, weight_index
+from rlt.progress import Progress
 
 #: How many names an error lists before it only counts.
 SHOWN = 5
@@ -36,18 +37,20 @@ def load_tensors(
     dtype: torch.dtype,
     device: torch.device,
     ignore: Callable[[str], bool] = lambda name: False,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Tensor]:
     """The tensors of `expected` (name to shape), as `dtype` on `device`.
 
     float32, bfloat16 and float16 on disk are converted to `dtype` with torch's rounding; other kinds are refused.
-    Names that are not expected are refused too, unless `ignore(name)`. Tensors are read one by one, so the host needs
-    the model and at most one file at a time. `progress(file name, share of all bytes done)` follows every tensor.
+    Names that are not expected are refused too, unless `ignore(name)`, and so are tensors with NaN or infinity.
+    Tensors are read one by one, so the host needs the model and at most one file at a time. `progress` is called after
+    every tensor.
     Raises `ModelError` with all problems found.
     """
     wanted = check_tensors(directory, expected, ignore=ignore)
     total, done = checkpoint_bytes(expected, dtype), 0
     tensors: dict[str, Tensor] = {}
+    broken: list[str] = []
     for file in weight_files(directory):
         try:
             with safe_open(file, framework="pt", device="cpu") as reader:
@@ -55,10 +58,14 @@ def load_tensors(
                     # A copy even where nothing changes: the reader's tensor is a view of the mapped file.
                     tensors[name] = reader.get_tensor(name).to(device=device, dtype=dtype, copy=True)
                     done += tensors[name].nbytes
+                    if not _is_finite(tensors[name]):
+                        broken.append(f"{name} (in {file.name})")
                     if progress is not None:
                         progress(file.name, done / total)
         except (SafetensorError, OSError) as error:
             raise _broken(file, error) from error
+    if broken:
+        raise ModelError(f"{directory}: weights are damaged:\n{_listed('tensors with NaN or infinity', broken)}")
     return tensors
 
 
@@ -126,6 +133,12 @@ def _read_headers(directory: Path) -> tuple[dict[str, TensorEntry], list[str]]:
         unlisted = [f"{name} (in {entry.file.name})" for name, entry in entries.items() if name not in index]
         problems.append(_listed(f"tensors that {INDEX_FILE} does not name", unlisted))
     return entries, [problem for problem in problems if problem]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # Both propagate NaN; in one pass, and without a mask of the tensor's size.
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _mismatches(entries: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 
 from rlt.models.interface import Attend
-from rlt.models.layers import Positions, attention, mlp, read_layers, rms_norm, stack_shapes
+from rlt.models.layers import Stack, attention, mlp, rms_norm, stack_shapes
 from rlt.models.spec import ModelSpec
 
 #: Norms of a layer: before and after attention, before and after the MLP.
@@ -22,28 +19,16 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return stack_shapes(spec, NORMS) | gate
 
 
-class Ouro:
+class Ouro(Stack):
     """The maths of the family; see `LoopedModel`."""
 
-    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
-        self.spec = spec
-        self._embedding = tensors["model.embed_tokens.weight"]
-        self._norm = tensors["model.norm.weight"]
-        self._head = tensors["lm_head.weight"]
+    def __init__(self, spec: ModelSpec, tensors: dict[str, Tensor]) -> None:
+        super().__init__(spec, tensors, NORMS)
         self._gate_weight = tensors["model.early_exit_gate.weight"].float()
         self._gate_bias = tensors["model.early_exit_gate.bias"].float()
-        self._layers = read_layers(spec, tensors, NORMS)
-        self._positions = Positions(spec, self._embedding.dtype, self._embedding.device)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
-
-    def prelude(self, tokens: Tensor) -> Tensor:
-        return embedding(tokens, self._embedding)
-
-    def core(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        spec, eps, turns = self.spec, self.spec.norm_eps, self._positions.at(positions)
+    def core(self, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        hidden, spec, eps, turns = rows, self.spec, self.spec.norm_eps, self._positions.at(positions)
         for index, layer in enumerate(self._layers):
             before_attention, after_attention, before_mlp, after_mlp = layer.norms
             branch = attention(rms_norm(hidden, before_attention, eps), layer, spec, turns, index, attend)
@@ -55,7 +40,3 @@ class Ouro:
     def gate(self, hidden: Tensor) -> Tensor:
         """Exit gate logits [rows], float32, of rows [rows, hidden] that finished a loop."""
         return linear(hidden.float(), self._gate_weight, self._gate_bias)[:, 0]
-
-    def head(self, hidden: Tensor) -> Tensor:
-        # The loop's closing norm is already in `hidden`; there is no second one.
-        return linear(hidden, self._head).float()

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlt.models import nanbeige, ouro
+from rlt.errors import ModelError
+from rlt.models import huginn, nanbeige, ouro
 from rlt.models.interface import LoopedModel
 from rlt.models.layers import ignorable
 from rlt.models.loader import check_tensors, checkpoint_bytes, load_tensors
 from rlt.models.spec import ModelSpec
+from rlt.progress import Progress
 
 
 class Maths(NamedTuple):
     """A family's maths: the tensors that it takes, and the model that it makes of them."""
 
     shapes: Callable[[ModelSpec], dict[str, tuple[int, ...]]]
-    build: Callable[[ModelSpec, Mapping[str, Tensor]], LoopedModel]
+    #: may take tensors out of the dict, which is not used afterwards
+    build: Callable[[ModelSpec, dict[str, Tensor]], LoopedModel]
+    #: tensors that are read and compared, and take no memory afterwards
+    derived: tuple[str, ...] = ()
 
 
 #: by the families of `rlt.models.families`
 MATHS = {
     "ouro": Maths(ouro.tensor_shapes, ouro.Ouro),
+    "huginn": Maths(huginn.tensor_shapes, huginn.Huginn, huginn.DERIVED),
     "nanbeige": Maths(nanbeige.tensor_shapes, nanbeige.Nanbeige),
 }
 
@@ -36,21 +42,25 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> LoopedModel:
     """Load the checkpoint in `directory` to `device`. Raises `ModelError` when its tensors are not those of `spec`."""
     maths = MATHS[spec.family]
     tensors = load_tensors(
         directory, maths.shapes(spec), dtype=dtype, device=device, ignore=ignorable, progress=progress
     )
-    return maths.build(spec, tensors)
+    try:
+        return maths.build(spec, tensors)
+    except ModelError as error:
+        raise ModelError(f"{directory}: {error}") from error
 
 
 def check_model(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> int:
     """Check the checkpoint's headers against `spec` without loading it; the bytes its weights take as `dtype`.
 
-    Raises `ModelError`.
+    What is only compared while loading is not counted. Raises `ModelError`.
     """
-    shapes = MATHS[spec.family].shapes(spec)
+    maths = MATHS[spec.family]
+    shapes = maths.shapes(spec)
     check_tensors(directory, shapes, ignore=ignorable)
-    return checkpoint_bytes(shapes, dtype)
+    return checkpoint_bytes({name: shape for name, shape in shapes.items() if name not in maths.derived}, dtype)

@@ -14,6 +14,7 @@ class ModelSpec:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    #: layers that loop
     layers: int
     heads: int
     kv_heads: int
@@ -36,3 +37,19 @@ class ModelSpec:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    #: layers that run once per token, before its loops and after them
+    prelude_layers: int = 0
+    coda_layers: int = 0
+
+    @property
+    def outer_layers(self) -> int:
+        """Layers outside of the loops, each with one version of a token's keys and values."""
+        return self.prelude_layers + self.coda_layers
+
+    @property
+    def outer_lists(self) -> int:
+        """Page lists that hold the outer layers' keys and values: a page has room for `layers` layers.
+
+        Outer layer i is pool layer i % layers of list i // layers.
+        """
+        return -(-self.outer_layers // self.layers)

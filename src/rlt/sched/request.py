@@ -66,13 +66,15 @@ class Request:
     generated: int = 0
     #: lists[l] are the pages of page list l in order
     lists: list[list[int]] = field(default_factory=list)
+    #: as many lists, from the first on, may have pages of `blocks`; the others hold output tokens alone
+    prompt_lists: int = 0
     #: keys under which the prompt's full blocks are found in the prefix cache, if there is one
     chain: Chain | None = None
     #: blocks of the cache by their place in the prompt: read, or given to the cache, by this request
     blocks: dict[int, Block] = field(default_factory=dict)
     #: prompt blocks offered to the cache so far
     offered: int = 0
-    #: the blocks' planes that decode tokens do not read were given up after the prompt
+    #: the blocks' pages that decode tokens do not read were given up after the prompt
     tail: bool = False
     #: tokens taken from the prefix cache at admission
     cached_tokens: int = 0
@@ -104,10 +106,10 @@ class Request:
         """Pages that belong to this request alone, not to blocks of the prefix cache."""
         if not self.blocks:
             return [page for pages in self.lists for page in pages]
-        # Exited lists hold output tokens only; in all others a block has the page of its place.
+        # In a list with prompt tokens a block has the page of its place.
         return [
             page
             for index, pages in enumerate(self.lists)
             for place, page in enumerate(pages)
-            if index >= self.loops or place not in self.blocks
+            if index >= self.prompt_lists or place not in self.blocks
         ]

@@ -3,16 +3,13 @@
 Every tick runs all decode rows, each at its own loop, and fills the rest of the row budget with prompt chunks, each
 at its own loop. Requests enter, leave, are suspended and come back at any tick. Planning may run ahead of the results
 by some ticks: everything here holds for whatever the ticks under way turn out to do.
-
-Longer than most files here: supply, preemption, admission and results change the same promises about pages and rows,
-and are easier to hold against each other in one place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from rlt.sched.admission import Admission
 from rlt.sched.places import Places
 from rlt.sched.plan import (
     END_LENGTH,
@@ -20,35 +17,15 @@ from rlt.sched.plan import (
     END_NOT_FINITE,
     END_STOP,
     PromptSegment,
-    Resumption,
     RowResult,
-    Suspension,
     TickPlan,
 )
+from rlt.sched.policy import Policy
 from rlt.sched.request import Chunk, Request, Stage
 from rlt.sched.supply import PageSupply
 from rlt.sched.waiting import WaitingLine
 from rlt_protocols.params import ParamError, ResolvedParams
 from rlt_protocols.text import Tokens
-
-#: waiting requests looked at beyond the first one that does not fit
-LOOK_AHEAD = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How the scheduler is set up; names are those of the configuration."""
-
-    max_seqs: int
-    max_tick_tokens: int
-    prefill_chunk: int
-    wavefront: bool = True
-    mixed: bool = True
-    priority: bool = False
-    preemption: bool = True
-    max_bypass: int = 64
-    #: pages that admission leaves free
-    reserve: int = 0
 
 
 class Scheduler:
@@ -60,8 +37,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.places = Places(policy.max_seqs, policy.max_tick_tokens)
         self.waiting = WaitingLine(priority=policy.priority, max_bypass=policy.max_bypass)
-        self.preemptions = 0
-        self.hit_tokens = 0
+        self._admission = Admission(policy, supply, self.places, self.waiting)
         self._chunk = 1 if supply.layout.serial_prompt else min(policy.prefill_chunk, policy.max_tick_tokens)
         #: decoding requests that have no row in the tick being planned
         self._stalled: set[Request] = set()
@@ -69,8 +45,6 @@ class Scheduler:
         self._starved: list[Request] = []
         #: chunks whose last loop was planned in the last tick
         self._finishing: list[tuple[Request, Chunk]] = []
-        #: pages that running requests may still need and that admission must not give away
-        self._promised = 0
         self._number = 0
         self._arrivals = 0
         self._applied = 0
@@ -105,27 +79,9 @@ class Scheduler:
             self.waiting.remove(request)
             request.snapshot = None
         else:
-            self._vacate(request)
+            self._admission.vacate(request)
         request.move(Stage.FINISHED)
         del self.requests[request.id]
-
-    def _vacate(self, request: Request) -> None:
-        """Take a running request's place and pages."""
-        self._promised -= self._promise(request)
-        if request.stage is Stage.DECODE:
-            request.used = self.supply.book.close(request.slot)
-        self.supply.drop(request)
-        self.places.leave(request)
-
-    def _promise(self, request: Request) -> int:
-        """Pages that a running request may still need: its prompt's, or without preemption all there can be."""
-        if not self.policy.preemption:
-            owned = sum(map(len, request.lists))
-            # The prompt's planes may have been more than the planes of decoding.
-            return max(0, self.supply.most_pages(request) - owned)
-        if request.stage is Stage.DECODE:
-            return 0
-        return self.supply.prompt_missing(request, len(request.prompt))
 
     # -- planning ------------------------------------------------------------------------------------------------
 
@@ -134,7 +90,9 @@ class Scheduler:
         plan = TickPlan(self._number + 1)
         self._end_chunks(plan)
         self._supply_running(plan)
-        self._admit(plan)
+        self._admission.admit(plan, self._applied)
+        resumed = (resumption.request for resumption in plan.resumptions)
+        self._stalled.update(request for request in resumed if request.stage is Stage.DECODE)
         prompts_first = not self.policy.mixed and bool(self.places.prefilling)
         if not prompts_first:
             plan.decode = self.places.decode_rows(self._stalled)
@@ -156,10 +114,10 @@ class Scheduler:
             self.places.end_chunk(request, chunk)
             self.supply.offer_blocks(request, chunk.end)
             if chunk.end == len(request.prompt):
-                promised = self._promise(request)
+                promised = self._admission.promise(request)
                 self.places.begin_decode(request)
                 plan.grants.extend(self.supply.begin_decode(request))
-                self._promised += self._promise(request) - promised
+                self._admission.renew(request, promised)
         self._finishing.clear()
 
     def _supply_running(self, plan: TickPlan) -> None:
@@ -169,8 +127,7 @@ class Scheduler:
         if not self._starved:
             grants = self.supply.fill(missing, self.places.decoding)
             if grants is not None:
-                if not self.policy.preemption:
-                    self._promised -= len(grants)
+                self._admission.supplied(len(grants))
                 plan.grants.extend(grants)
                 return
         starved, self._starved = self._starved, []
@@ -186,7 +143,7 @@ class Scheduler:
         positions = min(request.started + self._chunk, len(request.prompt))
         decoding = request.stage is Stage.DECODE
         while True:
-            promised = self._promise(request)
+            promised = self._admission.promise(request)
             missing = self.supply.missing_of(request) if decoding else []
             if decoding:
                 grants = self.supply.fill(missing, self.places.decoding)
@@ -194,138 +151,22 @@ class Scheduler:
                 grants = self.supply.grow_prompt(request, positions)
             if grants is not None:
                 plan.grants.extend(grants)
-                self._promised += self._promise(request) - promised
+                self._admission.renew(request, promised)
                 return True
             count = sum(m.pages for m in missing) if decoding else self.supply.prompt_missing(request, positions)
             if self.supply.available >= count:
                 return False
             assert self.policy.preemption, "pages that were promised are not there"
             # Who has done nothing since it got its place is spared if somebody else can be had.
-            settled = [other for other in self.places.running if other is request or self._settled(other, plan)]
+            settled = [
+                other for other in self.places.running if other is request or self._admission.settled(other, plan)
+            ]
             if settled == [request]:
                 settled = self.places.running
             victim = max(settled, key=self.waiting.rank)
-            self._suspend(victim, plan)
+            self._admission.suspend(victim, plan)
             if victim is request:
                 return False
-
-    def _suspend(self, request: Request, plan: TickPlan) -> None:
-        pages = [page for pages in request.lists for page in pages]
-        rows = [row for chunk in request.chunks for row in chunk.rows]
-        # What the plan was about to give it is void; the copy is of the state after the ticks before this one.
-        plan.grants = [grant for grant in plan.grants if grant.slot != request.slot]
-        plan.suspensions.append(Suspension(request, request.slot, pages, rows))
-        request.resumes_in = request.stage
-        request.suspended_at = plan.number
-        request.sizes = [len(pages) for pages in request.lists]
-        # Its pages will be its own when it comes back, not blocks to build upon.
-        request.chain, request.offered = None, len(request.prompt)
-        self._vacate(request)
-        request.move(Stage.SUSPENDED)
-        self.waiting.add(request)
-        self.preemptions += 1
-
-    # -- admission -----------------------------------------------------------------------------------------------
-
-    def _admit(self, plan: TickPlan) -> None:
-        """Give places to those first in line, and to a bounded number behind one that does not fit."""
-        index = 0
-        while index < min(len(self.waiting), LOOK_AHEAD + 1):
-            request = self.waiting[index]
-            if self._try_admit(request, plan) or (index == 0 and self._make_room(request, plan)):
-                self.waiting.admitted(request)
-                # From the front again: a request that was passed may be urgent now.
-                index = 0
-            elif request.urgent or not self.places.has_slot:
-                break
-            else:
-                index += 1
-
-    def _try_admit(self, request: Request, plan: TickPlan) -> bool:
-        if not self.places.has_slot:
-            return False
-        if request.stage is Stage.SUSPENDED:
-            return self._resume(request, plan)
-        if self.policy.preemption and not self._affordable(self.supply.prompt_need(request)):
-            return False
-        self.supply.find_cached(request)
-        need = self.supply.prompt_missing(request, len(request.prompt))
-        if not self.policy.preemption:
-            need = self.supply.most_pages(request) - sum(map(len, request.lists))
-        if not self._affordable(need):
-            self.supply.forget_cached(request)
-            return False
-        self.places.enter(request, Stage.PREFILL, plan.number)
-        self._promised += self._promise(request)
-        self.hit_tokens += request.cached_tokens
-        plan.admitted.append(request)
-        plan.grants.extend(self.supply.table(request))
-        return True
-
-    def _affordable(self, pages: int) -> bool:
-        """Whether admission may promise `pages` more. An engine without requests needs no reserve."""
-        reserve = self.policy.reserve if self.places.running else 0
-        return self.supply.available - self._promised - reserve >= pages
-
-    def _resume(self, request: Request, plan: TickPlan) -> bool:
-        # Its copy must have been made, and what the ticks before it did must be known.
-        if not request.suspended_at - 1 <= self._applied or request.suspended_at == plan.number:
-            return False
-        count = sum(request.sizes)
-        rows = sum(chunk.count for chunk in request.chunks)
-        # While others run, there must be something to grow into, or it would soon be suspended again.
-        growth = len(request.sizes) if self.places.running else 0
-        if self.places.room < max(rows, 1) or not self._affordable(count + growth):
-            return False
-        pages = self.supply.take(count)
-        if pages is None:
-            return False
-        given = iter(pages)
-        request.lists = [[next(given) for _ in range(size)] for size in request.sizes]
-        for chunk in request.chunks:
-            chunk.rows = self.places.take_rows(chunk.count)
-        self.places.enter(request, request.resumes_in, plan.number)
-        plan.resumptions.append(
-            Resumption(request, request.slot, pages, [row for chunk in request.chunks for row in chunk.rows])
-        )
-        plan.grants.extend(self.supply.table(request))
-        self._promised += self._promise(request)
-        if request.stage is Stage.DECODE:
-            # It runs from the next tick on, once its pages were looked at.
-            self.supply.open_book(request)
-            self._stalled.add(request)
-        return True
-
-    def _make_room(self, request: Request, plan: TickPlan) -> bool:
-        """Suspend running requests of lower priority for the first in line."""
-        if not (self.policy.priority and self.policy.preemption) or request.suspended_at == plan.number:
-            return False
-        victims = [
-            other
-            for other in self.places.running
-            if not other.urgent and other.params.priority > request.params.priority and self._settled(other, plan)
-        ]
-        # Nobody is suspended in vain: all of them together must be enough.
-        if request.stage is Stage.SUSPENDED:
-            need = sum(request.sizes) + len(request.sizes)
-        else:
-            need = self.supply.prompt_need(request)
-        won = sum(len(other.own_pages()) + self._promise(other) for other in victims)
-        if not victims or not self._affordable(need - won):
-            return False
-        for victim in sorted(victims, key=self.waiting.rank, reverse=True):
-            self._suspend(victim, plan)
-            if self._try_admit(request, plan):
-                return True
-            if self.places.has_slot and self.supply.pool.resting:
-                # A suspended request needs pages at once, and these come free without another victim.
-                return False
-        return False
-
-    @staticmethod
-    def _settled(request: Request, plan: TickPlan) -> bool:
-        """Whether a running request has had a tick of its own since it got its place (a resumed one waits for one)."""
-        return request.placed_at < plan.number - 1
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
@@ -342,14 +183,14 @@ class Scheduler:
         count = min(self._chunk, len(request.prompt) - request.started, self.places.room)
         if count <= 0:
             return
-        promised = self._promise(request)
+        promised = self._admission.promise(request)
         grants = self.supply.grow_prompt(request, request.started + count)
         if grants is None:
             # Nobody can be suspended any more in this tick: the next one begins with this request.
             self._starved.append(request)
             return
         plan.grants.extend(grants)
-        self._promised += self._promise(request) - promised
+        self._admission.renew(request, promised)
         chunk = Chunk(request.started, self.places.take_rows(count))
         request.chunks.append(chunk)
         request.started += count
@@ -416,12 +257,22 @@ class Scheduler:
     # -- looking in ----------------------------------------------------------------------------------------------
 
     @property
+    def preemptions(self) -> int:
+        """Suspensions since the start."""
+        return self._admission.preemptions
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens since the start that came from the prefix cache."""
+        return self._admission.hit_tokens
+
+    @property
     def has_work(self) -> bool:
         return bool(self.requests)
 
     def check_integrity(self) -> None:
         """Assert what must hold between ticks."""
         self.supply.check_integrity(self.places.running)
-        assert self._promised == sum(map(self._promise, self.places.running))
+        self._admission.check_integrity()
         self.places.check_integrity()
         assert set(self.requests.values()) == {*self.waiting, *self.places.running}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from rlt.kv.book import Missing, PageBook
 from rlt.kv.layout import Layout
 from rlt.kv.pages import PagePool
-from rlt.kv.prefix import Block, PrefixCache
+from rlt.kv.prefix import Block, Chain, PrefixCache
 from rlt.sched.plan import PageGrant
 from rlt.sched.request import Request, Stage
 
@@ -16,7 +16,8 @@ class PageSupply:
     """Moves pages between the pool, the requests' page lists and the prefix cache.
 
     `ahead`: how many ticks beyond the known results a decoding request is supplied for. `early_exits`: whether the
-    exit rule can stop tokens also where the threshold is 1 or more.
+    exit rule can stop tokens also where the threshold is 1 or more. `seeded`: prompt tokens start from states that
+    depend on the request's seed, so only requests of one seed share blocks.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class PageSupply:
         page_size: int,
         ahead: int,
         early_exits: bool,
+        seeded: bool = False,
     ) -> None:
         self.pool = pool
         self.prefix = prefix
@@ -37,6 +39,7 @@ class PageSupply:
         self.page_size = page_size
         self._ahead = ahead
         self._early_exits = early_exits
+        self._seeded = seeded
 
     def pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
@@ -56,27 +59,30 @@ class PageSupply:
 
     def find_cached(self, request: Request) -> None:
         """Start the prompt with what the prefix cache has of it."""
-        request.lists = [[] for _ in range(self.layout.prompt_planes(request.loops))]
+        request.prompt_lists = self.layout.prompt_lists(request.loops)
+        request.lists = [[] for _ in range(request.prompt_lists)]
         if self.prefix is None:
             return
-        if request.chain is None:
-            request.chain = self.prefix.chain(request.prompt, request.loops, request.params.cache_salt)
-        blocks = self.prefix.match(request.chain)
+        blocks = self.prefix.match(self._chain(self.prefix, request))
         self.prefix.acquire(blocks)
         request.blocks = dict(enumerate(blocks))
-        for plane, pages in enumerate(request.lists):
-            pages.extend(block.pages[plane] for block in blocks)
+        for index, pages in enumerate(request.lists):
+            pages.extend(block.pages[index] for block in blocks)
         request.offered = len(blocks)
         request.started = request.cached_tokens = len(blocks) * self.page_size
 
     def prompt_need(self, request: Request) -> int:
         """Pages that the whole prompt of a waiting request would take now; what is cached of it is not touched."""
-        lists, cached = self.layout.prompt_planes(request.loops), 0
-        if self.prefix is not None:
-            if request.chain is None:
-                request.chain = self.prefix.chain(request.prompt, request.loops, request.params.cache_salt)
-            cached = len(self.prefix.match(request.chain))
-        return lists * (self.pages_for(len(request.prompt)) - cached)
+        cached = 0 if self.prefix is None else len(self.prefix.match(self._chain(self.prefix, request)))
+        return self.layout.prompt_lists(request.loops) * (self.pages_for(len(request.prompt)) - cached)
+
+    def _chain(self, prefix: PrefixCache, request: Request) -> Chain:
+        """The keys of the request's prompt, computed once."""
+        if request.chain is None:
+            params = request.params
+            seed = params.seed if self._seeded else None
+            request.chain = prefix.chain(request.prompt, request.loops, params.cache_salt, seed)
+        return request.chain
 
     def forget_blocks(self, request: Request) -> None:
         """No other request may find the blocks of this one: numbers in them are not finite."""
@@ -124,31 +130,31 @@ class PageSupply:
     # -- decoding ------------------------------------------------------------------------------------------------
 
     def begin_decode(self, request: Request) -> list[PageGrant]:
-        """Turn the prompt's planes into those that decode tokens use; returns what changed in the page table."""
+        """Turn the prompt's lists into those that decode tokens use; returns what changed in the page table."""
         loops, grants = request.loops, []
-        kept = self.layout.kept_planes(loops)
+        kept = self.layout.kept_lists(loops)
         if self.layout.exit_sorted:
             request.lists.extend([] for _ in range(loops - 1))
         elif len(kept) < len(request.lists):
             for index, pages in enumerate(request.lists):
                 if index not in kept:
                     self.pool.release(page for place, page in enumerate(pages) if place not in request.blocks)
-            request.lists = [request.lists[plane] for plane in kept]
+            request.lists = [request.lists[index] for index in kept]
             for block in request.blocks.values():
                 assert self.prefix is not None
-                self.prefix.keep_planes(block, kept)
+                self.prefix.keep_lists(block, kept)
             request.tail = True
             grants = self.table(request)
-        planes = self.layout.decode_planes(loops)
-        request.used = [len(request.prompt)] * planes + [0] * (len(request.lists) - planes)
+        lists = self.layout.decode_lists(loops)
+        request.used = [len(request.prompt)] * lists + [0] * (len(request.lists) - lists)
         self.open_book(request)
         return grants
 
     def open_book(self, request: Request) -> None:
         """Keep book of the page lists of a request that decodes from now on."""
-        params, planes = request.params, self.layout.decode_planes(request.loops)
+        params, lists = request.params, self.layout.decode_lists(request.loops)
         # The last output token is never written.
-        most = [len(request.prompt) + params.max_tokens - 1] * planes
+        most = [len(request.prompt) + params.max_tokens - 1] * lists
         for depth in range(1, request.loops if self.layout.exit_sorted else 1):
             # Exited lists only fill where the rule may stop.
             reachable = depth >= params.min_loops and (self._early_exits or params.exit_threshold < 1.0)
@@ -161,10 +167,10 @@ class PageSupply:
         if not self.layout.exit_sorted:
             request.used = [used + 1 for used in request.used]
             return
-        for plane in range(depth - 1):
-            request.used[plane] += 1
-        last = depth - 1
-        request.used[request.loops + last if depth < request.loops else last] += 1
+        outer, last = self.layout.outer, depth - 1
+        for index in range(outer + last):
+            request.used[index] += 1
+        request.used[outer + (request.loops + last if depth < request.loops else last)] += 1
 
     def missing(self) -> list[Missing]:
         """Pages that decoding requests lack for the next tick, whatever the ticks under way turn out to do."""
