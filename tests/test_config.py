@@ -28,11 +28,34 @@ def problems(*assignments: str, path: Path | None = None) -> list[str]:
         ("model.path=", "model.path must not be empty"),
         ("model.served_name=' '", "model.served_name must not be empty"),
         ("kv.pages=" + "[" * 100_000, "is nested too deeply"),
+        ("exit.rule=gate", "exit.rule must be one of 'full_depth', 'ouro', "),
+        ("exit.rule=5", "exit.rule must be one of 'full_depth', 'ouro', "),
+        ("exit.check_interval=0", "exit.check_interval must be between 1 and 10000, got 0"),
+        (
+            "exit.check_interval=2",
+            "exit.check_interval has a meaning with the exit rules entropy, kl, minp_kl, argmax only",
+        ),
+        ("exit.threshold=2e6", "exit.threshold must be between 0 and 1000000.0, got 2000000.0"),
+        ("model.initial_state=normal", "model.initial_state must be one of 'zero', 'seeded', got 'normal'"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_by_name(assignment: str, problem: str) -> None:
     (line,) = problems(assignment)
     assert problem in line
+
+
+@pytest.mark.parametrize(
+    ("rule", "threshold", "limits"),
+    [
+        ("cosine", 2.5, "between 0 and 2"),
+        ("argmax", 0.5, "between 1 and 1000000"),
+        ("full_depth", 0.5, "between 1 and 1000000"),
+    ],
+)
+def test_a_threshold_has_the_limits_of_its_rule(rule: str, threshold: float, limits: str) -> None:
+    assert problems(f"exit.rule={rule}", f"exit.threshold={threshold}") == [
+        f'exit.threshold must be {limits} with exit.rule = "{rule}", got {threshold:g}'
+    ]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])

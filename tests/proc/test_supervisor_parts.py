@@ -13,10 +13,12 @@ import pytest
 
 from rlt import __version__
 from rlt.errors import ConfigError
+from rlt.progress import LINE_EVERY_S
 from rltd.supervisor import banner
 from rltd.supervisor import run_dir as run_dir_module
 from rltd.supervisor.listen import bind_http, url_of
-from rltd.supervisor.output import MAX_LINE_BYTES, MAX_WAITING_LINES, Printer, pump_lines
+from rltd.supervisor.loading import Loading
+from rltd.supervisor.output import ERASE_LINE, MAX_LINE_BYTES, MAX_WAITING_LINES, Printer, pump_lines
 from rltd.supervisor.restart import Backoff, Limits
 from rltd.supervisor.run_dir import RunDirError, create_run_dir, live_run_dirs
 
@@ -136,6 +138,60 @@ def test_printer_prefixes_and_json() -> None:
     assert own == {"own": 1}
     assert (plain["process"], plain["pid"], plain["message"]) == ("engine", 7, "plain")
     assert (said["process"], said["message"]) == ("supervisor", "hello")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def screen(written: str) -> list[str]:
+    """What a terminal shows in the end."""
+    return [line.rpartition(ERASE_LINE)[2] for line in written.split("\n")]
+
+
+def test_a_bar_stays_below_the_lines_until_loading_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = Terminal()
+    for ended in (False, True):
+        printer = Printer(out=terminal, err=terminal)
+        loading = Loading(printer)
+        loading.show("one.safetensors", 0.5)
+        printer.child_line("engine", 7, "err", "a warning")
+        loading.show("two.safetensors", 0.75)
+        printer.say("oh", level="error")
+        if ended:
+            loading.end()
+            printer.say("ready")
+        printer.close()
+        *lines, last = screen(terminal.getvalue())
+        if ended:
+            assert (lines[-3:], last) == (["[engine 7] a warning", "oh", "ready"], "")
+        else:
+            assert lines == ["[engine 7] a warning", "oh"]
+            assert last.startswith("loading two.safetensors ━")
+            assert last.endswith(" 75%")
+
+
+@pytest.mark.parametrize("why", ["no terminal", "json", "dumb"])
+def test_loading_says_lines_where_no_bar_can_be(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    monkeypatch.setenv("TERM", "dumb" if why == "dumb" else "xterm-256color")
+    out = io.StringIO() if why == "no terminal" else Terminal()
+    printer, now_s = Printer(json_lines=why == "json", out=out, err=out), [0.0]
+    loading = Loading(printer, lambda: now_s[0])
+    for lives in (1, 2):
+        for share in (0.1, 0.5, 0.9):
+            loading.show("one.safetensors", share)
+            now_s[0] += 0.6 * LINE_EVERY_S
+        loading.end()
+        if lives == 1:
+            printer.say("again")
+    printer.close()
+    lines = out.getvalue().splitlines()
+    said = [json.loads(line)["message"] for line in lines] if why == "json" else lines
+    line = "loading one.safetensors, 90% of the model is done"
+    assert said == [line, "again", line]
 
 
 class Stuck(io.StringIO):

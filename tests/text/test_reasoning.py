@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlt.errors import ModelError
 from rlt.text.chat import ChatTemplate
 from rlt.text.reasoning import (
     Begin,
@@ -14,6 +15,7 @@ from rlt.text.reasoning import (
     ReasoningSplitter,
     Split,
     begin_of,
+    check_thinking,
     reasoning_mode,
 )
 from rlt.text.tags import THINK_END, held_chars

@@ -10,12 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, TextIO
 
 #: A line longer than this is printed in parts.
 MAX_LINE_BYTES = 1 << 20
 #: Lines that wait for a reader of stdout that has stalled; more are counted and dropped.
 MAX_WAITING_LINES = 10_000
+#: to the start of the terminal's line, and it is empty
+ERASE_LINE = "\r\x1b[2K"
 
 
 class Printer:
@@ -26,6 +29,7 @@ class Printer:
         self._streams = {"out": out or sys.stdout, "err": err or sys.stderr}
         self._queue: queue.Queue[tuple[str, str] | None] = queue.Queue(MAX_WAITING_LINES)
         self._dropped = 0
+        self._status = ""
         self._thread = threading.Thread(target=self._write, name="printer", daemon=True)
         self._thread.start()
 
@@ -39,6 +43,17 @@ class Printer:
             self._put(stream, line)  # the child's own JSON names its process
         else:
             self._put(stream, self._as_json(process, pid, line, "info") or f"[{process} {pid}] {line}")
+
+    @property
+    def has_terminal(self) -> bool:
+        """Whether somebody looks at a terminal that can change its last line."""
+        return not self._json and self._streams["out"].isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+    def show_status(self, text: str) -> None:
+        """Keep `text`, which is not wider than the terminal, below all lines; "" takes it away."""
+        # One that finds the queue full is no loss: the next one says more.
+        with suppress(queue.Full):
+            self._queue.put_nowait(("status", text))
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Wait until everything is written, or give up on a reader that does not read."""
@@ -64,14 +79,27 @@ class Printer:
     def _write(self) -> None:
         while (item := self._queue.get()) is not None:
             name, line = item
-            if self._dropped:
-                line = f"({self._dropped} lines of output were dropped)\n{line}"
-                self._dropped = 0
             try:
+                if name == "status":
+                    self._write_status(line)
+                    continue
+                if self._dropped:
+                    line = f"({self._dropped} lines of output were dropped)\n{line}"
+                    self._dropped = 0
+                status = self._status
+                self._write_status("")
                 self._streams[name].write(line + "\n")
                 self._streams[name].flush()
+                self._write_status(status)
             except (OSError, ValueError):
                 continue  # whoever read this is gone; the daemon goes on
+
+    def _write_status(self, text: str) -> None:
+        if text == self._status:
+            return
+        self._status = text
+        self._streams["out"].write(ERASE_LINE + text)
+        self._streams["out"].flush()
 
 
 async def pump_lines(pipe: IO[bytes], print_line: Callable[[str], None]) -> None:

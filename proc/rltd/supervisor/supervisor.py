@@ -36,6 +36,7 @@ from rltd.link.address import Peer, inbox_path
 from rltd.supervisor import banner
 from rltd.supervisor.child import Child
 from rltd.supervisor.listen import url_of
+from rltd.supervisor.loading import Loading
 from rltd.supervisor.notify import Notifier
 from rltd.supervisor.output import Printer
 from rltd.supervisor.restart import Backoff, Limits
@@ -66,6 +67,7 @@ class Supervisor:
         self._http = http
         self._url = url_of(http)
         self._printer = printer
+        self._loading = Loading(printer)
         self._notifier = notifier
         self._commands = commands
         self._started_at_s = time.monotonic()
@@ -153,6 +155,8 @@ class Supervisor:
     def _on_death(self, child: Child) -> None:
         """First of all let the others know, so that they can end the requests that went through the dead process."""
         peer = child.peer
+        if peer.role == "engine":
+            self._loading.end()
         if child.ready_at_s is not None:
             self._broadcast(PeerDown(peer.role, peer.index, peer.generation))
         inbox_path(self.run_dir, peer).unlink(missing_ok=True)
@@ -181,6 +185,8 @@ class Supervisor:
             case Hello():
                 self._welcome(slot, child, message)
             case Ready(info, device):
+                if slot.role == "engine":
+                    self._loading.end()
                 child.info, child.device = info, device
                 child.ready_at_s = time.monotonic()
                 slot.was_ready = True
@@ -188,7 +194,8 @@ class Supervisor:
                 if all(s.is_ready for s in self.slots) and not self._ending.done():
                     self._on_all_ready()
             case Progress(stage, fraction):
-                self._notifier.send(f"STATUS={stage} ({fraction:.0%})")
+                self._notifier.send(f"STATUS=loading {stage} ({fraction:.0%})")
+                self._loading.show(stage, fraction)
             case Fatal(text, usage):
                 child.failure = (text, usage)
             case Drained():

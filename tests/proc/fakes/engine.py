@@ -20,7 +20,7 @@ def build(config: Config, progress: Callable[[str, float], None]) -> tuple[Engin
         raise ModelError(f"{config.model.path}: the model is broken\nget a whole one")
     if behaviour == "fatal":
         raise RltError("the device has left")
-    progress("loading weights", 0.5)
+    progress("model.safetensors", 0.5)
     return FakeEngine(), "cpu"
 
 
