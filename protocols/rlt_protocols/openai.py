@@ -32,6 +32,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    #: by token id, which JSON can only write as a string
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -143,7 +148,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "continue_final_message": (None, False),
     "documents": (None, []),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none"),
     "functions": (None, []),
     "guided_choice": (None,),
@@ -152,19 +156,16 @@ OFF: dict[str, tuple[Any, ...]] = {
     "guided_regex": (None,),
     "include_reasoning": (None, True),
     "length_penalty": (None, 1),
-    "logit_bias": (None, {}),
     "logits_processors": (None, []),
     "logprobs": (None, False),
     "metadata": (None, {}),
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
-    "presence_penalty": (None, 0),
     "prompt_cache_key": (None,),
     "prompt_embeds": (None,),
     "prompt_logprobs": (None, False),
     "reasoning_effort": (None, "none"),
-    "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
     "safety_identifier": (None,),
     "service_tier": (None, "auto", "default"),

@@ -8,6 +8,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 16
 #: far above every exit rule's scale, and a float32 number like all that reaches the device
 MAX_THRESHOLD = 1_000_000
+MAX_LOGIT_BIAS = 1024
+#: beyond it, products of logits would leave float32
+MAX_REPETITION_PENALTY = 1000
 #: Seeds are 63-bit so that they are exact in every language and in a signed tensor.
 SEED_LIMIT = 1 << 63
 
@@ -34,6 +37,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    #: off at 0; taken off the logits of ids that the answer has, once and for each time it has them
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    #: off at 1; above, ids that prompt or answer have become less likely
+    repetition_penalty: float | None = None
+    #: added to the logits, by token id
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -72,6 +82,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     #: whether the engine's scheduling looks at `SamplingParams.priority`
     priorities: bool = False
     #: tokens (prompt + output) that the KV cache can hold for one request that has it alone
@@ -95,6 +106,11 @@ class ResolvedParams(msgspec.Struct, frozen=True, kw_only=True):
     min_loops: int
     max_loops: int
     exit_threshold: float
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    #: (token id, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -129,6 +145,13 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
     _within("top_k", top_k, -1, None)
     min_p = info.min_p if params.min_p is None else params.min_p
     _within("min_p", min_p, 0, 1)
+    _within("presence_penalty", params.presence_penalty, -2, 2)
+    _within("frequency_penalty", params.frequency_penalty, -2, 2)
+    repetition = info.repetition_penalty if params.repetition_penalty is None else params.repetition_penalty
+    if not 0 < repetition <= MAX_REPETITION_PENALTY:
+        raise ParamError(
+            "repetition_penalty", f"must be greater than 0 and at most {MAX_REPETITION_PENALTY}, got {repetition}"
+        )
     seed = random_seed if params.seed is None else params.seed
     if not -SEED_LIMIT <= seed < SEED_LIMIT:
         raise ParamError("seed", f"must fit in 64 bits, got {seed}")
@@ -162,6 +185,10 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
         top_p=top_p,
         top_k=min(max(top_k, 0), info.vocab_size),
         min_p=min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=repetition,
+        logit_bias=_checked_bias(params.logit_bias or {}, info),
         seed=seed % SEED_LIMIT,
         end_token_ids=eos + own_ends,
         stop_token_ids=own_ends,
@@ -190,6 +217,17 @@ def check_token_ids(field: str, ids: tuple[int, ...] | list[int], vocab_size: in
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         index, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise ParamError(field, f"token id {token} at index {index} is outside the vocabulary of {vocab_size}")
+
+
+def _checked_bias(bias: dict[int, float], info: ModelInfo) -> tuple[tuple[int, float], ...]:
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise ParamError("logit_bias", f"has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are allowed")
+    for token, value in bias.items():
+        if not 0 <= token < info.vocab_size:
+            raise ParamError("logit_bias", f"token id {token} is outside the vocabulary of {info.vocab_size}")
+        if not -100 <= value <= 100:
+            raise ParamError("logit_bias", f"of token id {token} must be between -100 and 100, got {value}")
+    return tuple(bias.items())
 
 
 def _checked_threshold(threshold: float, info: ModelInfo) -> float:

@@ -232,6 +232,7 @@ def _model_info(config: Config, spec: ModelSpec, directory: Path, layout: Layout
         top_p=spec.top_p,
         top_k=spec.top_k,
         min_p=spec.min_p,
+        repetition_penalty=spec.repetition_penalty,
         priorities=config.engine.scheduling == "priority",
         kv_tokens=kv_tokens,
     )

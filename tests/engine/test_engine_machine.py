@@ -133,6 +133,10 @@ requests = st.fixed_dictionaries(
         "min_loops": st.sampled_from([1, 1, 2, 3]),
         "level": st.sampled_from([SOMETIMES, SOMETIMES, EARLIER, LATER, AT_ONCE, NEVER]),
         "seed": st.sampled_from([0, 0, 0, 1]),
+        "presence_penalty": st.sampled_from([0.0, 0.0, 0.0, 1.5, -2.0]),
+        "frequency_penalty": st.sampled_from([0.0, 0.0, 0.0, 0.7]),
+        "repetition_penalty": st.sampled_from([None, None, None, 1.3]),
+        "logit_bias": st.sampled_from([None, None, None, {5: 3.0, 9: -4.0}]),
         "priority": st.integers(-1, 1),
         "cache_salt": st.sampled_from([None, None, None, None, "a", "b"]),
     }

@@ -17,6 +17,7 @@ import torch
 from engine.small_models import HIDDEN, HUGINN, NANBEIGE, OURO, Shape, write_model
 from reference.dense import Answer
 from reference.families import DenseHuginn, DenseNanbeige, DenseOuro
+from reference.penalties import Penalties
 from rlt.config import SECTIONS, load_config
 from rlt.engine import Engine
 from rlt.errors import ConfigError
@@ -121,6 +122,7 @@ class Asked(NamedTuple):
     trace: tuple[int, ...] | None
     #: where start states are seeded
     seed: int | None
+    penalties: Penalties
 
 
 class Models:
@@ -153,6 +155,7 @@ class Models:
             end_ids=asked.end_ids,
             min_tokens=asked.min_tokens,
             trace=asked.trace,
+            penalties=asked.penalties,
             gate=gate and (torch.tensor(gate[:-1]), torch.tensor(gate[-1])),
         )
 
@@ -240,6 +243,9 @@ class Watched:
             end_ids=params.end_token_ids,
             trace=trace,
             seed=params.seed if self.served.seeded else None,
+            penalties=Penalties(
+                params.presence_penalty, params.frequency_penalty, params.repetition_penalty, params.logit_bias
+            ),
         )
 
     def _answer(self, prompt: list[int], params: ResolvedParams) -> Answer:

@@ -231,7 +231,7 @@ class TestGenerationConfig:
             ("top_k", 2.5, "top_k must be an integer of at least 0, got 2.5"),
             ("min_p", 2, "min_p must be a number of at least 0 and at most 1, got 2"),
             ("do_sample", "yes", 'do_sample "yes" is not supported; must be true or false'),
-            ("repetition_penalty", 1.1, "repetition_penalty 1.1 is not supported; must be 1.0"),
+            ("repetition_penalty", 0, "repetition_penalty must be a number above 0 and at most 1000, got 0"),
             ("num_beams", 4, "num_beams 4 is not supported; must be 1"),
             ("temprature", 0.6, "unknown key temprature; did you mean temperature?"),
         ],

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from reference.penalties import NO_PENALTIES, Penalties
 from reference.rules import LOGITS_RULES, STATE_RULES, Judge, looks, loops_looked_at, stops
 
 #: Closer decisions than this (logit gaps, distances from an exit threshold) may fall either way in float32.
@@ -154,12 +155,14 @@ class Dense:
         interval: int = 1,
         seed: int | None = None,
         warm: bool = False,
+        penalties: Penalties = NO_PENALTIES,
     ) -> Answer:
         """Greedy tokens until one of `end_ids` (which is then the last token) or `max_tokens`.
 
         `end_ids` cannot win before `min_tokens` tokens are there. `trace`: generated token i >= 1 runs
         `trace[i % len(trace)]` loops, within the limits. `gate` (weight [hidden], bias) replaces the checkpoint's.
         `seed`: start states are drawn, and not zero. `warm`: an output token starts from the last state before it.
+        `penalties` change the logits that a token is chosen from.
         """
         max_loops = max_loops or self.loops
         memory, row = self.prefill(prompt, max_loops, layout, seed)
@@ -173,7 +176,7 @@ class Dense:
         depth, margin = max_loops, math.inf
         while True:
             rows.append(logits)
-            allowed = logits.clone()
+            allowed = penalties.on(logits, prompt, tokens)
             if len(tokens) < min_tokens:
                 allowed[list(end_ids)] = -math.inf
             assert not allowed.isnan().any(), "something was read that was never written"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -36,6 +37,7 @@ MAX_REASON_CHARS = 300
 #: Taken over into `SamplingParams` as they are.
 _SAMPLING_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "include_stop_str_in_output", "skip_special_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("min_tokens", "ignore_eos", "min_loops", "max_loops", "exit_threshold", "priority", "cache_salt"),
 )
 
@@ -181,8 +183,18 @@ def sampling_of(request: GenerationRequest) -> SamplingParams:
         max_tokens=older if newer is None else newer,
         stop=stop,
         stop_token_ids=tuple(request.stop_token_ids or ()),
+        logit_bias=_bias(request.logit_bias or {}),
         **values,
     )
+
+
+def _bias(bias: Mapping[str, float]) -> dict[int, float]:
+    """`logit_bias` by number."""
+    for key in bias:
+        # Only as numbers are written: int() would take "1_0", spaces and other scripts' digits as well.
+        if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
+            raise invalid("logit_bias", f"logit_bias: {shorten(key)!r} is not a token id")
+    return {int(key): value for key, value in bias.items()}
 
 
 def _given(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlt.attention.interface import AttentionBackend, KvPool
 from rlt.depth.rules import ExitRule
 from rlt.exec.batches import Batches, OuterAttention
+from rlt.exec.penalties import Penalties, PenaltyRow
 from rlt.exec.planes import Planes
 from rlt.exec.sampler import sample
 from rlt.exec.slots import PageTable, Slots
@@ -28,6 +29,7 @@ class Snapshot:
     prompt_rows: Tensor
     keys: Tensor
     values: Tensor
+    penalties: PenaltyRow | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class Runner:
         self._rule = rule
         self._initial_state: InitialState = initial_state
         self._warm_start = warm_start
+        self._penalties = Penalties(slots, model.spec.vocab_size)
         self._batches = Batches(layout, slots, pages, planes, pool.page_size)
         self.hidden = torch.zeros(slots.count + prompt_rows, model.row_size, dtype=model.dtype, device=slots.device)
 
@@ -89,6 +92,7 @@ class Runner:
             self.slots.admit(request)
             self.pages.clear(request.slot)
             self._rule.admit(request)
+            self._penalties.admit(request)
         self.pages.grant(plan.grants)
         slots = self._ints(plan.decode.slots)
         # Rows of requests that ended in a tick whose results the scheduler had not read yet do nothing.
@@ -191,6 +195,7 @@ class Runner:
         logits[:, self.model.spec.known_tokens :] = -torch.inf
         finite = torch.isfinite(logits.amax(-1))
         logits = logits.where(finite[:, None], 0.0)
+        self._penalties.apply(slots, logits)
         state.bar_early_ends(slots, logits)
         tokens = sample(
             logits,
@@ -202,6 +207,7 @@ class Runner:
             # Distinct for every draw of a request, whatever its batches look like.
             position=state.next_position(slots),
         )
+        self._penalties.count(slots, tokens)
         return tokens, finite
 
     def _copy_out(self, suspension: Suspension) -> Snapshot:
@@ -212,6 +218,7 @@ class Runner:
             prompt_rows=self.hidden[self._ints(suspension.rows)].cpu(),
             keys=self.pool.keys[:, pages].cpu(),
             values=self.pool.values[:, pages].cpu(),
+            penalties=self._penalties.copy_out(suspension.slot),
         )
 
     def _copy_in(self, resumption: Resumption) -> None:
@@ -223,5 +230,6 @@ class Runner:
         self.hidden[self._ints(resumption.rows)] = snapshot.prompt_rows.to(device)
         self.pool.keys[:, pages] = snapshot.keys.to(device)
         self.pool.values[:, pages] = snapshot.values.to(device)
+        self._penalties.restore(resumption.slot, snapshot.penalties)
         self.pages.clear(resumption.slot)
         resumption.request.snapshot = None

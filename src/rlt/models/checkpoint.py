@@ -11,6 +11,7 @@ from rlt.models.directory import CONFIG_FILE, read_json
 from rlt.models.families import FAMILIES
 from rlt.models.keys import Keys, spelled
 from rlt.models.spec import ModelSpec
+from rlt_protocols.params import MAX_REPETITION_PENALTY
 
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -45,7 +46,6 @@ def _with_generation(spec: ModelSpec, keys: Keys) -> ModelSpec:
     """`spec` with the sampling defaults and the end ids of generation_config.json."""
     keys.only("do_sample", True, False)
     temperature = keys.number("temperature", 0, default=1.0)
-    keys.only("repetition_penalty", 1.0)
     keys.only("num_beams", 1)
     # Lengths are up to the request; the other ids are config.json's.
     keys.harmless("max_length", "max_new_tokens", "bos_token_id", "pad_token_id", "use_cache")
@@ -58,6 +58,7 @@ def _with_generation(spec: ModelSpec, keys: Keys) -> ModelSpec:
         top_p=keys.number("top_p", 0, 1, default=1.0, above=True),
         top_k=keys.integer("top_k", 0, default=0),
         min_p=keys.number("min_p", 0, 1, default=0.0),
+        repetition_penalty=keys.number("repetition_penalty", 0, MAX_REPETITION_PENALTY, above=True, default=1.0),
     )
 
 

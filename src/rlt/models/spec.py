@@ -37,6 +37,7 @@ class ModelSpec:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     #: layers that run once per token, before its loops and after them
     prelude_layers: int = 0
     coda_layers: int = 0
