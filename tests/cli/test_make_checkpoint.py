@@ -6,14 +6,16 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from rlt import LLM, SamplingParams
 from rlt.cli.main import main
+from rlt.config import load_config
 from rlt.errors import RltError
 from rlt.synthetic import make
 
@@ -57,9 +59,7 @@ def test_agreement_and_depth_hold_in_the_engine(case: Case, tmp_path: Path, caps
     assert measured["depths"]["mean"] == pytest.approx(case.mean_depth, abs=0.1)
     assert json.loads((out / "synthetic.json").read_text())["calibrated"] == measured
 
-    config: dict[str, dict[str, Any]] = {}
-    if case.family == "huginn":
-        config["exit"] = {"rule": "latent_diff", "threshold": measured["threshold"]}
+    config = asdict(load_config(assignments=measured["settings"]))
     with LLM(str(out), device="cpu", dtype="float32", config=config) as llm:
         first = first_tokens(llm, case.shallow), first_tokens(llm, case.loops)
         same = sum(a == b for a, b in zip(*first, strict=True)) / len(first[0])
@@ -70,6 +70,20 @@ def test_agreement_and_depth_hold_in_the_engine(case: Case, tmp_path: Path, caps
         # A text's tokens follow each other, and read what exited early: less even than random prompts.
         assert sum(depths) / len(depths) == pytest.approx(case.mean_depth, rel=0.2)
         assert len(set(depths)) >= 4
+
+
+def test_a_small_mean_depth_needs_the_printed_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Huginn: from states of zeros, all tokens would leave after the first loop, or none."""
+    words = ("--family", "huginn", "--shape", "test", "--mean-depth", "2.2", "--device", "cpu")
+    assert rlt(*words, "--out", str(tmp_path)) == 0
+    printed = capsys.readouterr().out
+    settings = json.loads((tmp_path / "synthetic.json").read_text())["calibrated"]["settings"]
+    assert " ".join(f"--set {setting}" for setting in settings) in printed
+    params = SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
+    with LLM(str(tmp_path), device="cpu", dtype="float32", config=asdict(load_config(assignments=settings))) as llm:
+        depths = [d for o in llm.generate(prompts(16), params) for d in o.outputs[0].depths[1:]]
+    assert sum(depths) / len(depths) == pytest.approx(2.2, rel=0.2)
+    assert len(set(depths)) >= 3
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -149,7 +149,7 @@ def test_reasoning_is_split_off_as_in_the_server(tmp_path: Path) -> None:
 
 def test_thinking_needs_a_template_that_can(tmp_path: Path) -> None:
     llm = FakeLlm(chat_template=template(tmp_path, "{{ messages[0].content }}"))
-    with pytest.raises(ConfigError, match="--thinking, .*: the model's chat template has no such option"):
+    with pytest.raises(ConfigError, match=r"--thinking, .*: the model's chat template has no such option"):
         made(llm, True, thinking=True)
     assert made(llm, True, thinking=False).model
 

@@ -55,12 +55,10 @@ def test_the_schema_says_what_a_text_is(schema: Any, text: str, expected: str) -
 def test_references_that_fan_out_in_circles_are_followed_once(word: str) -> None:
     """Followed each time that they are met, they would be 40 to the power of the depth."""
     names = [f"D{number}" for number in range(40)]
-    fan = [{"$ref": f"#/$defs/{name}"} for name in names]
-    definitions: dict[str, Any] = dict.fromkeys(names, {word: fan})
-    copies = {name: {word: [dict(part) for part in fan]} for name in names}
-    for fanned in (definitions, copies | {"D39": {"type": "integer"}}):
-        schema = {"properties": {"key": {word: fan}}, "$defs": fanned}
-        assert typed_json("3", schema, "key") == ("3" if fanned is not definitions else '"3"')
+    fans: dict[str, Any] = {name: {word: [{"$ref": f"#/$defs/{other}"} for other in names]} for name in names}
+    for last, expected in ({"type": "integer"}, "3"), ({"type": "array"}, '"3"'):
+        schema = {"properties": {"key": fans["D0"]}, "$defs": fans | {"D39": last}}
+        assert typed_json("3", schema, "key") == expected
 
 
 @pytest.mark.parametrize("schema", [{}, {"properties": 5}, {"properties": {"other": {"type": "integer"}}}])

@@ -110,10 +110,10 @@ def _print(shape: Shape, directory: Path, wanted: Wanted, made: Made, peak: int)
             table.add_row("tokens by depth", "", shares)
     console = Console()
     console.print(table)
-    if measured is not None and measured.depths is not None and shape.family == "huginn":
+    if measured is not None and measured.settings:
         console.print(
-            "config.json of this family has no place for an exit rule; start the server with\n"
-            f"  --set exit.rule=latent_diff --set exit.threshold={measured.threshold:g}",
+            "config.json of this family has no place for an exit rule; start the server with\n  "
+            + " ".join(f"--set {setting}" for setting in measured.settings),
             soft_wrap=True,
             highlight=False,
         )

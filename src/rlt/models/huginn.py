@@ -133,10 +133,6 @@ class Huginn:
         """Width of a row between its loops: [state | prelude output]."""
         return 2 * self.spec.hidden_size
 
-    @property
-    def start_size(self) -> int:
-        return self.spec.hidden_size
-
     def initial_state(self, kind: InitialState, seeds: Tensor, positions: Tensor) -> Tensor:
         return initial_state(seeds, positions, self.spec.hidden_size, kind)
 

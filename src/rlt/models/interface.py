@@ -43,17 +43,15 @@ class LoopedModel(Protocol):
     @property
     def row_size(self) -> int: ...
 
-    @property
-    def start_size(self) -> int:
-        """Width of the state that a token starts from; 0: it starts from its embedding alone."""
-        ...
-
     def initial_state(self, kind: InitialState, seeds: Tensor, positions: Tensor) -> Tensor:
-        """States [rows, start_size] of tokens at `positions` [rows] of requests with `seeds` [rows] (int64)."""
+        """States [rows, hidden] of tokens at `positions` [rows] of requests with `seeds` [rows] (int64).
+
+        [rows, 0] in families whose tokens start from their embedding alone.
+        """
         ...
 
     def prelude(self, tokens: Tensor, positions: Tensor, attend: Attend, state: Tensor) -> Tensor:
-        """Rows [rows, row_size] of token ids [rows] before their first loop, given `state` [rows, start_size]."""
+        """Rows [rows, row_size] of token ids [rows] before their first loop, given their initial state."""
         ...
 
     def core(self, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -88,9 +88,6 @@ class Stack:
     See `LoopedModel`. A row is its state, and a token starts from its embedding alone.
     """
 
-    #: no start state
-    start_size = 0
-
     def __init__(self, spec: ModelSpec, tensors: dict[str, Tensor], norms: tuple[str, ...]) -> None:
         """Takes the layers out of `tensors` one by one, so that at most one layer is in memory twice."""
         self.spec = spec

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -68,6 +68,8 @@ class Calibrated:
     #: depths under the family's rule at `threshold`, where a mean depth was asked for
     depths: Spread | None = None
     threshold: float | None = None
+    #: what the engine must be set to for that, `section.key=value`; nothing where the checkpoint says it all
+    settings: tuple[str, ...] = ()
 
 
 def calibrate(files: Files, shape: Shape, wanted: Wanted, progress: Progress) -> Calibrated:
@@ -111,7 +113,11 @@ def calibrate(files: Files, shape: Shape, wanted: Wanted, progress: Progress) ->
     if wanted.mean_depth is None:
         return result
     depths, threshold = _set_exits(files, found.trail, wanted.mean_depth)
-    return Calibrated(shape.shallow, found.agreement, len(tokens), passes, spread(depths, shape.loops), threshold)
+    settings: tuple[str, ...] = ()
+    if spec.family == "huginn":
+        # From states of zeros every first loop changes everything, so depths would be others.
+        settings = ("exit.rule=latent_diff", f"exit.threshold={threshold:g}", "model.initial_state=seeded")
+    return replace(result, depths=spread(depths, shape.loops), threshold=threshold, settings=settings)
 
 
 def _set_exits(files: Files, trail: Tensor, mean: float) -> tuple[Tensor, float]:
