@@ -255,7 +255,6 @@ class TestCommand:
             "ignore_eos": True,
             "max_loops": 2,
             "min_loops": 2,
-            "exit_threshold": 1.0,
         }
 
     def test_failed_requests_fail_the_command(self, sent: list[Load], capsys: pytest.CaptureFixture[str]) -> None:

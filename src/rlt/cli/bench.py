@@ -38,16 +38,22 @@ def latency(
     as_json: Json = False,
 ) -> None:
     """Time to the first token and per step, for a fixed batch."""
+    from rlt.bench import floor as floors
     from rlt.bench import offline
     from rlt.bench.workload import random_prompts
+    from rlt.engine import choose_device, choose_dtype
 
     llm = open_llm(model, device, dtype, config, assignments)
     try:
         prompts = random_prompts(batch, prompt_tokens, seed)
         result = offline.latency(llm, prompts, offline.fixed_length(max_tokens, loops), repeats)
+        settings, spec = llm.settings(), llm.engine.runner.model.spec
     finally:
         llm.close()
-    _report(result | {"config": llm.settings()}, as_json)
+    place = choose_device(settings["engine"]["device"])
+    numbers = choose_dtype(settings["model"]["dtype"], place)
+    result |= floors.beside_floor(result, spec, floors.measure_ceilings(place, numbers), numbers)
+    _report(result | {"config": settings}, as_json)
 
 
 @app.command()
@@ -133,8 +139,40 @@ def host(
     """What a tick costs the host: planning, page bookkeeping and results, in microseconds, without a device."""
     from rlt.bench.host import measure
 
-    counts = [int(word) for word in running.split(",")]
+    counts = _counts("--running", running)
     _report({"layout": layout, "by_running": {str(n): measure(n, layout=layout) for n in counts}}, as_json, local=False)
+
+
+@app.command()
+def floor(
+    *,
+    model: Model = None,
+    rows: Annotated[str, typer.Option(help="Numbers of decoding requests, separated by commas.")] = "1,8,32,128",
+    context: Annotated[int, typer.Option(min=1, help="Positions that each attends to.")] = 512,
+    loops: Loops = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """The least time of a decode step: this device's measured rates, and what the model's shape makes it do."""
+    from rlt.bench import floor as floors
+    from rlt.config import load_config
+    from rlt.engine import choose_device, choose_dtype
+    from rlt.models.checkpoint import read_spec
+    from rlt.models.directory import resolve_model
+
+    counts = _counts("--rows", rows)
+    directory = resolve_model(model or load_config().model.path)
+    spec = read_spec(directory)
+    place = choose_device(device)
+    numbers = choose_dtype(dtype or "auto", place)
+    depth = loops or spec.loops
+    if depth > spec.loops:
+        raise RltError(f"--loops {depth}: the model has {spec.loops}")
+    ceilings = floors.measure_ceilings(place, numbers)
+    by_rows = {str(n): floors.floor(spec, ceilings, numbers, n, context, depth) for n in counts}
+    result: dict[str, Any] = {"shape": directory.name, "context": context, "loops": depth, "dtype": str(numbers)[6:]}
+    _report(result | {"ceilings": floors.rates(ceilings)} | {"by_rows": by_rows}, as_json)
 
 
 @app.command()
@@ -168,7 +206,7 @@ def serve(
     if ignore_eos:
         fields["ignore_eos"] = True
     if loops is not None:
-        fields |= {"max_loops": loops, "min_loops": loops, "exit_threshold": 1.0}
+        fields |= {"max_loops": loops, "min_loops": loops}
     load = Load(
         base_url=base_url.rstrip("/").removesuffix("/v1"),
         model=model,
@@ -192,6 +230,14 @@ def serve(
     _report(result, as_json, local=False)
     if result["failed"]:
         raise RltError(f"{result['failed']} of {requests} requests failed; the first: {result['first_error']}")
+
+
+def _counts(option: str, words: str) -> list[int]:
+    """Numbers of at least 1 that are separated by commas. Raises `RltError`."""
+    counts = [int(word) if word.strip().isdecimal() else 0 for word in words.split(",")]
+    if min(counts) < 1:
+        raise RltError(f"{option} {words}: must be numbers of at least 1, separated by commas")
+    return counts
 
 
 def _report(result: dict[str, Any], as_json: bool, local: bool = True) -> None:
