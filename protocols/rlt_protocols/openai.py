@@ -58,6 +58,8 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
     #: a text, texts, token ids, or lists of token ids; which of them is found out by `rltd.frontend.parse`
     prompt: str | list[Any]
     echo: bool | None = None
+    #: how many of the likeliest tokens to tell beside each; false is what chat clients send for "none"
+    logprobs: int | bool | None = None
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,6 +113,8 @@ class NamedTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: list[Message]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     tools: list[Tool] | None = None
@@ -157,7 +161,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (None, True),
     "length_penalty": (None, 1),
     "logits_processors": (None, []),
-    "logprobs": (None, False),
     "metadata": (None, {}),
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (None, True, False),
@@ -220,11 +223,38 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """One entry per token; a `top_logprobs` entry maps texts, and `text_offset` counts characters of the answer."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class AlternativeLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[AlternativeLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """What the choices of all four kinds of answers have; a chunk's `finish_reason` is null until its last."""
 
     index: int
-    logprobs: None = None
+    logprobs: CompletionLogprobs | ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET

@@ -9,6 +9,7 @@ MAX_STOP_TOKEN_IDS = 16
 #: far above every exit rule's scale, and a float32 number like all that reaches the device
 MAX_THRESHOLD = 1_000_000
 MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
 #: beyond it, products of logits would leave float32
 MAX_REPETITION_PENALTY = 1000
 #: Seeds are 63-bit so that they are exact in every language and in a signed tensor.
@@ -44,6 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: float | None = None
     #: added to the logits, by token id
     logit_bias: dict[int, float] | None = None
+    #: tell the log-probability of each token, and those of so many of the likeliest ones
+    logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -111,6 +114,7 @@ class ResolvedParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     #: (token id, what is added to its logit)
     logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -152,6 +156,8 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
         raise ParamError(
             "repetition_penalty", f"must be greater than 0 and at most {MAX_REPETITION_PENALTY}, got {repetition}"
         )
+    if params.logprobs is not None:
+        _within("logprobs", params.logprobs, 0, MAX_LOGPROBS)
     seed = random_seed if params.seed is None else params.seed
     if not -SEED_LIMIT <= seed < SEED_LIMIT:
         raise ParamError("seed", f"must fit in 64 bits, got {seed}")
@@ -189,6 +195,7 @@ def resolve(params: SamplingParams, info: ModelInfo, prompt_tokens: int, *, rand
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=repetition,
         logit_bias=_checked_bias(params.logit_bias or {}, info),
+        logprobs=params.logprobs,
         seed=seed % SEED_LIMIT,
         end_token_ids=eos + own_ends,
         stop_token_ids=own_ends,

@@ -41,6 +41,31 @@ def open_text(request_id: str, route: Route, params: ResolvedParams, prompt_tail
     )
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural log-probability of a generated token under the model alone: before temperature, penalties and filters.
+
+    `top` has the likeliest tokens with theirs, in descending order; what cannot be generated has minus infinity.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Candidate(msgspec.Struct, frozen=True, array_like=True):
+    """A token, its log-probability, and its spelling, which need not be whole characters."""
+
+    token_id: int
+    logprob: float
+    spelling: bytes
+
+
+class SpelledLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """`TokenLogprob` with spellings."""
+
+    token: Candidate
+    top: tuple[Candidate, ...] = ()
+
+
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     """New tokens of one request, each with the loops it ran. The last message of a request has a finish reason."""
 
@@ -52,6 +77,8 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     stop_reason: int | None = None
     error: str | None = None
     cached_tokens: int = 0
+    #: one per token of a request that asks for them, else none
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class CloseText(msgspec.Struct, frozen=True, tag="close"):
@@ -84,6 +111,8 @@ class TextDelta(msgspec.Struct, frozen=True, tag="delta"):
     stop_reason: int | str | None = None
     error: str | None = None
     cached_tokens: int = 0
+    #: one per token of a request that asks for them, else none
+    logprobs: tuple[SpelledLogprob, ...] = ()
 
 
 class TextBatch(msgspec.Struct, frozen=True, tag="text"):

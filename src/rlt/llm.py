@@ -19,7 +19,7 @@ from rlt.text.detokenize import PROMPT_TAIL_TOKENS
 from rlt.text.tokenizer import load_tokenizer
 from rlt_protocols.engine import Route
 from rlt_protocols.params import SEED_LIMIT, ModelInfo, ParamError, SamplingParams, resolve
-from rlt_protocols.text import open_text
+from rlt_protocols.text import SpelledLogprob, open_text
 
 Prompt = str | Sequence[int]
 
@@ -31,6 +31,8 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    #: one per token when `SamplingParams.logprobs` is set, else empty
+    logprobs: list[SpelledLogprob] = field(default_factory=list)
     #: "stop", "length" or "error"
     finish_reason: str | None = None
     #: the stop string or stop token id that ended the text, if one did
@@ -59,6 +61,7 @@ class Delta:
     stop_reason: int | str | None = None
     #: prompt tokens whose keys and values came from the prefix cache
     cached_tokens: int = 0
+    logprobs: tuple[SpelledLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ class LLM:
             answer.text += delta.text
             answer.token_ids += delta.token_ids
             answer.depths += delta.depths
+            answer.logprobs += delta.logprobs
             answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
             outputs[delta.index].cached_tokens = delta.cached_tokens
         return outputs
@@ -221,7 +225,7 @@ class LLM:
                 del self._open[tokens.request_id]
                 self.engine.abort(tokens.request_id)
             reasons = (delta.finish_reason, delta.stop_reason)
-            parts = (delta.text, delta.token_ids, delta.depths, *reasons, delta.cached_tokens)
+            parts = (delta.text, delta.token_ids, delta.depths, *reasons, delta.cached_tokens, delta.logprobs)
             request.inbox.append((tokens.request_id, Delta(request.index, *parts)))
 
 

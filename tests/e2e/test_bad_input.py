@@ -94,7 +94,7 @@ def test_a_bad_value_is_400(served_ids: Running, fields: dict[str, Any], param: 
     [
         ({"tempreature": 1}, "tempreature", "unknown_field", "unknown field tempreature; did you mean temperature?"),
         ({"foo": None}, "foo", "unknown_field", "unknown field foo"),
-        ({"logprobs": 3}, "logprobs", "unsupported_parameter", "logprobs is not supported yet"),
+        ({"best_of": 3}, "best_of", "unsupported_parameter", "best_of is not supported yet"),
     ],
 )
 def test_a_field_that_is_not_served_is_400(

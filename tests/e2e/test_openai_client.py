@@ -83,6 +83,33 @@ def test_chat(client: openai.OpenAI, built_in: str) -> None:
     assert client.chat.completions.create(model=built_in, messages=turns, **FIELDS).choices[0].message.content
 
 
+def test_logprobs(client: openai.OpenAI, built_in: str) -> None:
+    """Whole and streamed, in both shapes; greedy tokens are the likeliest ones."""
+    whole = client.completions.create(model=built_in, prompt=PROMPT, logprobs=2, **FIELDS).choices[0].logprobs
+    assert whole is not None
+    assert whole.tokens is not None
+    assert "".join(whole.tokens[:-1]) == " 623"
+    assert whole.tokens[-1] == "<|endoftext|>"
+    assert whole.text_offset == [0, 1, 2, 3, 4]
+    for token, logprob, top in zip(whole.tokens, whole.token_logprobs or (), whole.top_logprobs or (), strict=True):
+        assert len(top) == 2
+        assert max(top.values()) == top[token] == logprob <= 0
+    streamed: list[Any] = []
+    with client.chat.completions.create(
+        model=built_in, messages=MESSAGES, logprobs=True, top_logprobs=3, stream=True, **FIELDS
+    ) as stream:
+        for chunk in stream:
+            if chunk.choices and chunk.choices[0].logprobs is not None:
+                streamed += chunk.choices[0].logprobs.content or []
+    chat = client.chat.completions.create(
+        model=built_in, messages=MESSAGES, logprobs=True, top_logprobs=3, **FIELDS
+    ).choices[0]
+    assert chat.logprobs is not None
+    assert chat.logprobs.content == streamed
+    assert "".join(entry.token for entry in streamed[:-1]) == chat.message.content
+    assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in streamed)
+
+
 async def test_completions_asynchronously(served: Running, built_in: str) -> None:
     async with asynchronous(served) as client:
         depths = {"return_depths": True, "min_loops": 2, "max_loops": 3, "exit_threshold": 0.5}

@@ -11,7 +11,16 @@ from rlt.config import load_config
 from rlt.depth.table import RULES
 from rlt.errors import ConfigError
 from rlt.models.families import FAMILIES
-from rlt.support import FAMILY_FEATURES, FEATURES, LAYOUTS, family_matrix, family_reason, matrix, reason
+from rlt.support import (
+    FAMILY_FEATURES,
+    FEATURES,
+    LAYOUTS,
+    attention_matrix,
+    family_matrix,
+    family_reason,
+    matrix,
+    reason,
+)
 from support import Golden, resolved, run_to_end
 
 README = Path(__file__).parents[2] / "README.md"
@@ -92,5 +101,5 @@ def test_a_threshold_without_a_rule(make_engine):
 
 
 def test_readme_shows_the_matrices():
-    for table in (matrix(), family_matrix()):
+    for table in (matrix(), family_matrix(), attention_matrix()):
         assert table in README.read_text(), "run python -m rlt.support and paste its output into the README"

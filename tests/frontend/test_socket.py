@@ -179,8 +179,8 @@ async def _openai_async(server: Served, url: str) -> None:
         assert [model.id for model in models.data] == ["tiny"]
         assert (await api.models.retrieve("tiny")).id == "tiny"
         with pytest.raises(openai.BadRequestError, match="not supported yet") as caught:
-            await api.chat.completions.create(model="tiny", messages=messages, logprobs=True)
-        assert caught.value.param == "logprobs"
+            await api.chat.completions.create(model="tiny", messages=messages, reasoning_effort="high")
+        assert caught.value.param == "reasoning_effort"
         with pytest.raises(openai.NotFoundError):
             await api.completions.create(model="other", prompt="x")
         server.backend.finish_reason, server.backend.error = "error", "it broke"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rlt_protocols.engine import Route
 from rlt_protocols.params import ResolvedParams
-from rlt_protocols.text import FinishReason, TextDelta
+from rlt_protocols.text import FinishReason, SpelledLogprob, TextDelta
 from rltd.frontend.errors import ClientGone
 
 
@@ -18,6 +18,7 @@ class Failure:
 
     message: str
     code: str = "internal_error"
+    status: int = 500
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,7 @@ class Update:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    logprobs: list[SpelledLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     failure: Failure | None = None
@@ -88,6 +90,7 @@ class Job:
             update.texts.append(delta.text)
         update.token_ids.extend(delta.token_ids)
         update.depths.extend(delta.depths)
+        update.logprobs.extend(delta.logprobs)
         if delta.finish_reason == "error":
             self.fail(choice, Failure(delta.error or "the request failed"))
         elif delta.finish_reason is not None:

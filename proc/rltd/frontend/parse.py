@@ -25,7 +25,7 @@ from rlt_protocols.openai import (
     Tool,
     ToolCall,
 )
-from rlt_protocols.params import SamplingParams
+from rlt_protocols.params import MAX_LOGPROBS, SamplingParams
 from rltd.frontend.errors import MAX_SHOWN_CHARS, ApiError, invalid, shorten, unsupported
 
 R = TypeVar("R", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
@@ -34,6 +34,8 @@ Prompt = str | list[int]
 
 #: Most characters of the decoder's own words, in which values of the client can be.
 MAX_REASON_CHARS = 300
+#: Of a cache salt, which the engine keeps as long as the request runs.
+MAX_SALT_CHARS = 1024
 #: Taken over into `SamplingParams` as they are.
 _SAMPLING_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "include_stop_str_in_output", "skip_special_tokens"),
@@ -178,14 +180,38 @@ def sampling_of(request: GenerationRequest) -> SamplingParams:
     for text in stop:
         if len(text) > MAX_STOP_CHARS:
             raise invalid("stop", f"stop: a string has {len(text)} characters; at most {MAX_STOP_CHARS} are allowed")
+    if len(salt := request.cache_salt or "") > MAX_SALT_CHARS:
+        raise invalid("cache_salt", f"cache_salt: has {len(salt)} characters; at most {MAX_SALT_CHARS} are allowed")
     values = _given((name, getattr(request, name)) for name in _SAMPLING_FIELDS)
     return SamplingParams(
         max_tokens=older if newer is None else newer,
         stop=stop,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logit_bias=_bias(request.logit_bias or {}),
+        logprobs=_logprobs(request),
         **values,
     )
+
+
+def _logprobs(request: GenerationRequest) -> int | None:
+    """How many alternatives' log-probabilities to tell; None: no log-probabilities."""
+    if isinstance(request, ChatRequest):
+        top = request.top_logprobs
+        if top is not None and not 0 <= top <= MAX_LOGPROBS:
+            raise invalid("top_logprobs", f"top_logprobs: must be between 0 and {MAX_LOGPROBS}, got {top}")
+        if request.logprobs:
+            return top or 0
+        if top:
+            raise invalid("top_logprobs", "top_logprobs: goes with logprobs true")
+        return None
+    assert isinstance(request, CompletionRequest)
+    if request.logprobs is True:
+        raise invalid("logprobs", "logprobs: must be a number of tokens here; true is for chat")
+    if request.logprobs is None or request.logprobs is False:
+        return None
+    if request.echo:
+        raise unsupported("logprobs", "logprobs: those of the prompt are not supported yet, so not with echo")
+    return int(request.logprobs)
 
 
 def _bias(bias: Mapping[str, float]) -> dict[int, float]:

@@ -18,8 +18,10 @@ from rlt_protocols.openai import (
     Answer,
     ChatChoice,
     ChatChunkChoice,
+    ChatLogprobs,
     ChatMessage,
     CompletionChoice,
+    CompletionLogprobs,
     CompletionTokensDetails,
     Delta,
     FunctionCall,
@@ -30,7 +32,9 @@ from rlt_protocols.openai import (
     ToolCallDelta,
     Usage,
 )
+from rlt_protocols.text import SpelledLogprob
 from rltd.frontend.job import Choice, Job, Update
+from rltd.frontend.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 
 DONE = b"data: [DONE]\n\n"
 
@@ -52,6 +56,7 @@ class Collected:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    logprobs: list[SpelledLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -59,6 +64,7 @@ class Collected:
         self.texts += update.texts
         self.token_ids += update.token_ids
         self.depths += update.depths
+        self.logprobs += update.logprobs
         self.finish_reason = update.finish_reason
         self.stop_reason = update.stop_reason
 
@@ -79,7 +85,9 @@ class Shape(ABC):
         self._echoes = echoes
         self._with_ids = bool(request.return_token_ids)
         self._with_depths = bool(request.return_depths)
-        self._with_empty = self._with_ids or self._with_depths or not has_text
+        # All of a job's answers ask for the same.
+        self._with_logprobs = any(choice.params.logprobs is not None for choice in job.choices)
+        self._with_empty = self._with_ids or self._with_depths or self._with_logprobs or not has_text
         self.with_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
         self._begun: set[int] = set()
 
@@ -153,6 +161,15 @@ class Shape(ABC):
 class CompletionShape(Shape):
     _object = _chunk_object = "text_completion"
 
+    def __init__(
+        self, request: GenerationRequest, job: Job, model: str, echoes: list[str], *, has_text: bool = True
+    ) -> None:
+        super().__init__(request, job, model, echoes, has_text=has_text)
+        self._offsets = [TextOffsets() for _ in job.choices]
+
+    def _logprobs(self, index: int, logprobs: Sequence[SpelledLogprob]) -> CompletionLogprobs | None:
+        return completion_logprobs(logprobs, self._offsets[index]) if self._with_logprobs else None
+
     def _parts(self, update: Update) -> Parts:
         return Parts(content=update.text)
 
@@ -161,6 +178,7 @@ class CompletionShape(Shape):
         choice = CompletionChoice(
             index=index,
             text=self._echoes[index] + parts.content if first else parts.content,
+            logprobs=self._logprobs(index, update.logprobs),
             finish_reason=update.finish_reason,
             stop_reason=update.stop_reason,
             token_ids=self._ids(update.token_ids),
@@ -174,6 +192,7 @@ class CompletionShape(Shape):
             CompletionChoice(
                 index=index,
                 text=self._echoes[index] + "".join(answer.texts),
+                logprobs=self._logprobs(index, answer.logprobs),
                 finish_reason=answer.finish_reason,
                 stop_reason=answer.stop_reason,
                 token_ids=self._ids(answer.token_ids),
@@ -228,6 +247,7 @@ class ChatShape(Shape):
         choice = ChatChunkChoice(
             index=index,
             delta=delta,
+            logprobs=self._logprobs(update.logprobs),
             finish_reason=self._finish_reason(index, update.finish_reason),
             stop_reason=update.stop_reason,
             token_ids=self._ids(update.token_ids),
@@ -245,11 +265,15 @@ class ChatShape(Shape):
         return ChatChoice(
             index=index,
             message=_message(parts),
+            logprobs=self._logprobs(answer.logprobs),
             finish_reason=self._finish_reason(index, answer.finish_reason),
             stop_reason=answer.stop_reason,
             token_ids=self._ids(answer.token_ids),
             depths=self._depths(answer.depths),
         )
+
+    def _logprobs(self, logprobs: Sequence[SpelledLogprob]) -> ChatLogprobs | None:
+        return chat_logprobs(logprobs) if self._with_logprobs else None
 
     def _finish_reason(self, index: int, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self._dividers[index].called else reason

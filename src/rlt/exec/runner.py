@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from rlt.exec.slots import PageTable, Slots
 from rlt.kv.layout import Layout
 from rlt.models.interface import InitialState, LoopedModel
 from rlt.sched.plan import PromptSegment, Resumption, RowResult, Suspension, TickPlan
+from rlt_protocols.text import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,33 @@ class Snapshot:
     penalties: PenaltyRow | None
 
 
+class Logprobs(NamedTuple):
+    """Of `tokens` tokens: their log-probabilities [tokens], and the likeliest ids and theirs [tokens, most]."""
+
+    chosen: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class SubmittedTick:
     """The tokens of a tick that runs or has run: places in the plan, tokens, depths and ends, each [tokens]."""
 
     columns: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    logprobs: Logprobs | None = None
 
     def read(self) -> list[RowResult]:
         """Wait for the tick and return its tokens."""
         if self.columns is None:
             return []
-        return [RowResult(*row) for row in torch.stack(self.columns, 1).tolist()]
+        results = [RowResult(*row) for row in torch.stack(self.columns, 1).tolist()]
+        if self.logprobs is None:
+            return results
+        columns = (tensor.tolist() for tensor in self.logprobs)
+        return [
+            result._replace(logprob=TokenLogprob(chosen, tuple(zip(ids, values, strict=True))))
+            for result, chosen, ids, values in zip(results, *columns, strict=True)
+        ]
 
 
 class Runner:
@@ -182,19 +200,23 @@ class Runner:
                 self.hidden[firsts] = self.hidden[self._ints([segment.rows[-1] for segment in sampling])]
         left = torch.cat([slots, firsts])
         depths = self.slots.depth[left]
-        tokens, finite = self._next_tokens(left, logits)
+        tokens, finite, logprobs = self._next_tokens(left, logits, plan.logprobs)
         ends = self.slots.commit(left, tokens, finite)
         self._rule.restart(left)
         after = torch.arange(len(firsts), device=left.device) + len(plan.decode.slots)
-        return SubmittedTick((torch.cat([places, after]), tokens, depths, ends))
+        return SubmittedTick((torch.cat([places, after]), tokens, depths, ends), logprobs)
 
-    def _next_tokens(self, slots: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Next tokens of `slots` from their logits, which are overwritten; and whether each row was numbers."""
+    def _next_tokens(
+        self, slots: Tensor, logits: Tensor, most_logprobs: int | None
+    ) -> tuple[Tensor, Tensor, Logprobs | None]:
+        """Next tokens of `slots` from their logits, which are overwritten; whether each row was numbers; and
+        log-probabilities, with those of `most_logprobs` other tokens, unless that is None."""
         state = self.slots
         # Rows of a padded vocabulary: nothing was trained to keep them low.
         logits[:, self.model.spec.known_tokens :] = -torch.inf
         finite = torch.isfinite(logits.amax(-1))
         logits = logits.where(finite[:, None], 0.0)
+        scale = None if most_logprobs is None else torch.log_softmax(logits, -1)
         self._penalties.apply(slots, logits)
         state.bar_early_ends(slots, logits)
         tokens = sample(
@@ -208,7 +230,10 @@ class Runner:
             position=state.next_position(slots),
         )
         self._penalties.count(slots, tokens)
-        return tokens, finite
+        if scale is None or most_logprobs is None:
+            return tokens, finite, None
+        top = scale.topk(min(most_logprobs, scale.shape[1]), -1)
+        return tokens, finite, Logprobs(scale.gather(1, tokens[:, None])[:, 0], top.indices, top.values)
 
     def _copy_out(self, suspension: Suspension) -> Snapshot:
         pages = self._ints(suspension.pages)

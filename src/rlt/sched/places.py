@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
-from rlt.sched.plan import NO_ROWS, DecodeRows
+from rlt.sched.plan import NO_ROWS, DecodeRows, most_logprobs
 from rlt.sched.request import Chunk, Request, Stage
 
 
@@ -78,9 +78,9 @@ class Places:
         """The rows of all decoding requests but some; built anew only when they changed."""
         if without:
             chosen = {slot: request for slot, request in self.decoding.items() if request not in without}
-            return DecodeRows(tuple(chosen.values()), list(chosen))
+            return _rows_of(chosen)
         if self._decode_rows is None:
-            self._decode_rows = DecodeRows(tuple(self.decoding.values()), list(self.decoding))
+            self._decode_rows = _rows_of(self.decoding)
         return self._decode_rows
 
     def check_integrity(self) -> None:
@@ -94,3 +94,7 @@ class Places:
         for stage, known in stages.items():
             assert {request for request in self.running if request.stage is stage} == known
         assert all(request.slot == slot for slot, request in self.decoding.items())
+
+
+def _rows_of(decoding: Mapping[int, Request]) -> DecodeRows:
+    return DecodeRows(tuple(decoding.values()), list(decoding), most_logprobs(decoding.values()))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rlt.sched.request import Request
+from rlt_protocols.text import TokenLogprob
 
 
 class PromptSegment(NamedTuple):
@@ -56,9 +58,20 @@ class DecodeRows(NamedTuple):
 
     requests: tuple[Request, ...]
     slots: list[int]
+    #: the most alternatives whose log-probabilities one of them asks for; None: no log-probabilities
+    logprobs: int | None = None
 
 
 NO_ROWS = DecodeRows((), [])
+
+
+def most_logprobs(requests: Iterable[Request], most: int | None = None) -> int | None:
+    """The largest `logprobs` of `requests` and `most`; None where all are None."""
+    for request in requests:
+        asked = request.params.logprobs
+        if asked is not None and (most is None or asked > most):
+            most = asked
+    return most
 
 
 @dataclass(slots=True)
@@ -87,6 +100,13 @@ class TickPlan:
         """The requests whose first token comes from this tick, in order."""
         return [segment.request for segment in self.prompts if segment.samples]
 
+    @property
+    def logprobs(self) -> int | None:
+        """The most alternatives whose log-probabilities are asked for; None: no log-probabilities."""
+        if self.decode.logprobs is None and not self.prompts:
+            return None
+        return most_logprobs(self.sampling, self.decode.logprobs)
+
     def __bool__(self) -> bool:
         rows = self.decode.slots or self.prompts
         return bool(rows or self.suspensions or self.resumptions or self.admitted or self.grants)
@@ -102,6 +122,8 @@ class RowResult(NamedTuple):
     token: int
     depth: int
     end: int
+    #: when one of the tick's requests asks for it
+    logprob: TokenLogprob | None = None
 
 
 #: values of `RowResult.end`, written by the device

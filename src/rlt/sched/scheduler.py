@@ -25,7 +25,7 @@ from rlt.sched.request import Chunk, Request, Stage
 from rlt.sched.supply import PageSupply
 from rlt.sched.waiting import WaitingLine
 from rlt_protocols.params import ParamError, ResolvedParams
-from rlt_protocols.text import Tokens
+from rlt_protocols.text import TokenLogprob, Tokens
 
 
 class Scheduler:
@@ -237,9 +237,9 @@ class Scheduler:
 
     def _apply_token(self, request: Request, result: RowResult) -> Tokens:
         request.generated += 1
-        cached = request.cached_tokens
+        cached, logprobs = request.cached_tokens, _logprobs_of(request, result)
         if result.end == END_NONE:
-            return Tokens(request.id, (result.token,), (result.depth,), cached_tokens=cached)
+            return Tokens(request.id, (result.token,), (result.depth,), cached_tokens=cached, logprobs=logprobs)
         if result.end == END_NOT_FINITE:
             self.supply.forget_blocks(request)
         elif request.stage is Stage.PREFILL:
@@ -249,10 +249,14 @@ class Scheduler:
         if result.end == END_NOT_FINITE:
             return Tokens(request.id, finish_reason="error", error="the model computed numbers that are not finite")
         if result.end == END_LENGTH:
-            return Tokens(request.id, (result.token,), (result.depth,), "length", cached_tokens=cached)
+            return Tokens(
+                request.id, (result.token,), (result.depth,), "length", cached_tokens=cached, logprobs=logprobs
+            )
         assert result.end == END_STOP
         reason = result.token if result.token in request.params.stop_token_ids else None
-        return Tokens(request.id, (result.token,), (result.depth,), "stop", reason, cached_tokens=cached)
+        return Tokens(
+            request.id, (result.token,), (result.depth,), "stop", reason, cached_tokens=cached, logprobs=logprobs
+        )
 
     # -- looking in ----------------------------------------------------------------------------------------------
 
@@ -276,3 +280,12 @@ class Scheduler:
         self._admission.check_integrity()
         self.places.check_integrity()
         assert set(self.requests.values()) == {*self.waiting, *self.places.running}
+
+
+def _logprobs_of(request: Request, result: RowResult) -> tuple[TokenLogprob, ...]:
+    """What the request asks for of what the tick tells, which is as much as any of its requests asks for."""
+    asked = request.params.logprobs
+    if asked is None:
+        return ()
+    assert result.logprob is not None
+    return (TokenLogprob(result.logprob.logprob, result.logprob.top[:asked]),)
