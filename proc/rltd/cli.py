@@ -84,13 +84,13 @@ def check(
     from rlt.models.checkpoint import read_spec
     from rlt.models.directory import resolve_model
     from rltd.check import check_text, kv_bytes_per_token, model_size, plan_memory
-    from rltd.supervisor.listen import check_host
+    from rltd.supervisor.listen import check_listen
 
     try:
         resolved = _load(config, {"model": {"path": model}, "engine": {"device": device}}, assignments, debug)
         directory = resolve_model(resolved.model.path, resolved.model.revision)
         spec = read_spec(directory)
-        check_host(resolved.server.host)
+        check_listen(resolved.server)
         check_text(resolved, directory)
         memory = plan_memory(resolved, directory, spec)
     except RltError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import math
 import re
 import tomllib
@@ -24,19 +25,66 @@ from rlt.support import refusals
 
 LAYOUTS = r"last_exited|last_exited_copy|shared|last_step|cyclic:[1-9]\d{0,3}"
 
+#: How a hashed access key begins; 64 hex digits follow.
+KEY_HASH = "sha256:"
+
 
 def _at_least(low: float, high: float | None = None) -> dict[str, Any]:
     return {"low": low, "high": high}
+
+
+def _entries(pattern: str, words: str) -> dict[str, Any]:
+    """For a list of texts: what each entry must match, and how an error says it."""
+    return {"entries": (pattern, words)}
+
+
+def hash_key(key: str) -> str:
+    """An access key as configurations keep it, `sha256:<hex>`; one that is hashed already stays as it is.
+
+    A plain hash is enough for keys of random characters, which nobody can guess.
+    """
+    return key if key.startswith(KEY_HASH) else KEY_HASH + hashlib.sha256(key.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = field(default=8000, metadata=_at_least(0, 65535))
+    #: a Unix socket to listen on instead of host and port
+    uds: str | None = field(default=None, metadata={"pattern": r"[^\0]+"})
+    #: PEM files; both or neither
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    #: keys of which a request must bear one, plain or hashed; only their hashes are kept. Empty: none is asked for
+    api_keys: tuple[str, ...] = field(
+        default=(),
+        metadata=_entries(
+            rf"{KEY_HASH}[0-9a-f]{{64}}|(?!{KEY_HASH})[!-~]+",
+            f"a key of visible ASCII characters, or {KEY_HASH} and the 64 hex digits of its hash",
+        ),
+    )
+    #: pages of these origins may call from a browser; "*": of any
+    cors_origins: tuple[str, ...] = field(
+        default=(),
+        metadata=_entries(
+            r"\*|[a-z][a-z0-9+.-]*://[^\s/A-Z]+",
+            '"*" or an origin in lower case and without a path, e.g. https://a.org',
+        ),
+    )
+    #: names, without a port, that a request's Host header may have; empty: any
+    allowed_hosts: tuple[str, ...] = field(
+        default=(),
+        metadata=_entries(r"[^\s/:A-Z]+|\[[0-9a-f:.]+\]", "a name in lower case or an address, without a port"),
+    )
     max_body_bytes: int = field(default=4 << 20, metadata=_at_least(1024))
     #: requests accepted and not finished; more are answered with 429
     max_queue: int = field(default=1024, metadata=_at_least(1))
+    #: from a request's arrival to the end of its answer; None: no limit
+    request_timeout_s: float | None = field(default=None, metadata=_at_least(0.001))
     drain_timeout_s: float = field(default=30.0, metadata=_at_least(0))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "api_keys", tuple(map(hash_key, self.api_keys)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +127,10 @@ class EngineConfig:
     preemption: bool = True
     #: submit tick N + 1 before the results of tick N are read; None: on a GPU only
     async_scheduling: bool | None = None
-    attention: Literal["auto", "torch"] = "auto"
+    #: attention back end: see `rlt.attention.backends`
+    attention: Literal["auto", "torch", "triton"] = "auto"
+    #: what computes the layers' norms, activations and products: see `rlt.models.ops`
+    kernels: Literal["auto", "torch", "triton"] = "auto"
     #: CPU threads of the engine; None takes all cores but one
     cpu_threads: int | None = field(default=None, metadata=_at_least(1, 1024))
 
@@ -222,9 +273,14 @@ def _merge(
             if problem:
                 problems.append(f"{where}: {section}.{name} {problem}")
                 continue
-            values[section][name] = (
-                float(value) if hints[name] in (float, float | None) and value is not None else value
-            )
+            values[section][name] = _converted(value, hints[name])
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    """A checked value as the field has it: TOML has no tuples, and writes whole numbers without a point."""
+    if isinstance(value, list):
+        return tuple(value)
+    return float(value) if hint in (float, float | None) and value is not None else value
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:
@@ -256,6 +312,8 @@ def _where(origin: str, toml_text: str, section: str, key: str | None) -> str:
 
 def _check_value(value: Any, hint: Any, bounds: Mapping[str, Any]) -> str | None:
     """Say what is wrong with `value` for a field of type `hint`, or None."""
+    if "entries" in bounds:
+        return _check_entries(value, *bounds["entries"])
     options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
@@ -286,7 +344,17 @@ def _check_value(value: Any, hint: Any, bounds: Mapping[str, Any]) -> str | None
     return None
 
 
+def _check_entries(value: Any, pattern: str, words: str) -> str | None:
+    """The same for a list of texts. The value is not repeated: it may be a key."""
+    if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
+        return 'must be a list of texts, e.g. ["a", "b"]'
+    wrong = next((number for number, entry in enumerate(value, 1) if not re.fullmatch(pattern, entry)), None)
+    return None if wrong is None else f"entry {wrong} must be {words}"
+
+
 def _check_together(config: Config, problems: list[str]) -> None:
+    if (config.server.tls_cert is None) != (config.server.tls_key is None):
+        problems.append("server.tls_cert and server.tls_key go together: set both or neither")
     if config.engine.max_tick_tokens < config.engine.max_seqs:
         problems.append(
             f"engine.max_tick_tokens ({config.engine.max_tick_tokens}) must be at least engine.max_seqs "

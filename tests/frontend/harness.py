@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
+from rlt.config import ServerConfig
 from rlt.text.chat import ChatTemplate
 from rlt.text.reasoning import ReasoningSetting
 from rlt.text.tokenizer import Tokenizer
@@ -156,9 +158,10 @@ async def served(
     template: ChatTemplate | None = None,
     enable_thinking: bool | None = None,
     reasoning: ReasoningSetting = "auto",
+    settings: Mapping[str, Any] | None = None,
     **backend_fields: Any,
 ) -> AsyncIterator[Served]:
-    """The app on an ASGI transport."""
+    """The app on an ASGI transport; `settings` are further keys of [server]."""
     backend = FakeBackend(**backend_fields)
     metrics = Metrics()
     client = EngineClient(backend.send, 1, metrics, max_queue=max_queue, drop=backend.drop)
@@ -168,7 +171,8 @@ async def served(
         tokenizer, chat_template, max_answers=max_queue, enable_thinking=enable_thinking, reasoning=reasoning
     )
     with ThreadPoolExecutor(1) as workers:
-        api = Api(client, preparer, metrics, workers, max_body_bytes=max_body_bytes, max_preparing=max_queue)
+        server = ServerConfig(max_body_bytes=max_body_bytes, max_queue=max_queue, **(settings or {}))
+        api = Api(client, preparer, metrics, workers, server)
         app = api.app()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://rlt") as http:
@@ -199,17 +203,17 @@ async def answered(server: Served, request: Coroutine[Any, Any, httpx.Response])
 
 
 @asynccontextmanager
-async def on_socket(app: ASGIApp) -> AsyncIterator[str]:
+async def on_socket(app: ASGIApp, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """The app on a real server; yields its URL."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
     port = listener.getsockname()[1]
-    server = make_server(app)
+    server = make_server(app, tls)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await until(lambda: server.started)
-        yield f"http://127.0.0.1:{port}"
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{port}"
     finally:
         server.should_exit = True
         await serving

@@ -14,7 +14,7 @@ import msgspec
 from rlt.errors import RltError
 from rlt_protocols.control import Drain, PeerDown, PeerUp, StatusQuery, StatusReply, Stop
 from rlt_protocols.engine import AbortRequest, AddRequest, EngineStats, Route
-from rlt_protocols.params import ModelInfo, ResolvedParams
+from rlt_protocols.params import ModelInfo, ParamError, ResolvedParams
 from rlt_protocols.text import CloseText, OpenText, TokenBatch, Tokens, open_text
 from rltd.link.address import Peer
 from rltd.link.child import Order
@@ -185,8 +185,12 @@ class EngineCore:
         self._changed = True
         try:
             self._engine.add(request_id, prompt, params)
-        except (ValueError, RltError) as error:
+        except (ParamError, RltError) as error:
             self._take(Tokens(request_id=request_id, finish_reason="error", error=str(error)))
+        except ValueError:
+            # What is not written for clients stays here.
+            log.exception("request %s was refused", request_id)
+            self._take(Tokens(request_id=request_id, finish_reason="error", error="the engine refused the request"))
 
     def _take(self, tokens: Tokens) -> None:
         route = self._routes.get(tokens.request_id)

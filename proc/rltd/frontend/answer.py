@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from rltd.frontend.engine_client import EngineClient
 from rltd.frontend.errors import ApiError, ClientGone, internal
-from rltd.frontend.job import Job, Update
+from rltd.frontend.job import Failure, Job, Update
 from rltd.frontend.shapes import DONE, Collected, Shape, event
 
 log = logging.getLogger(__name__)
@@ -27,17 +27,19 @@ _SSE_HEADERS = [
 class JobAnswer:
     """An ASGI response that runs a submitted job to its end, whatever that is."""
 
-    def __init__(self, client: EngineClient, job: Job, shape: Shape, *, stream: bool) -> None:
+    def __init__(self, client: EngineClient, job: Job, shape: Shape, *, stream: bool, timeout_s: float | None) -> None:
+        """`timeout_s` is the limit for the whole request, from its arrival."""
         self._client = client
         self._job = job
         self._shape = shape
         self._stream = stream
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id: str = scope["state"]["request_id"]
         outcome = "cancelled"
         try:
-            async with _watched(receive, self._job):
+            async with _watched(receive, self._job), self._limited():
                 answer = self._send_events if self._stream else self._send_whole
                 outcome = await answer(scope, receive, send, request_id)
         except ClientGone:
@@ -45,6 +47,21 @@ class JobAnswer:
         finally:
             self._client.abort(self._job)
             self._log(request_id, outcome)
+
+    @asynccontextmanager
+    async def _limited(self) -> AsyncIterator[None]:
+        """End what is unfinished when the request's time is up."""
+        if self._timeout_s is None:
+            yield
+            return
+        message = f"the answer took longer than the limit of {self._timeout_s:g} seconds"
+        failure = Failure(message, "request_timeout", 503)
+        left_s = self._job.choices[0].started_s + self._timeout_s - time.monotonic()
+        timer = asyncio.get_running_loop().call_later(left_s, self._client.give_up, self._job, failure)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> str:
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
@@ -91,7 +108,7 @@ class JobAnswer:
             failures = [update.failure for update in news if update.failure is not None]
             yield [update for update in news if update.failure is None]
             if failures:
-                raise ApiError(500, failures[0].message, code=failures[0].code)
+                raise ApiError(failures[0].status, failures[0].message, code=failures[0].code)
             open_answers -= sum(update.finish_reason is not None for update in news)
 
     def _log(self, request_id: str, outcome: str) -> None:

@@ -18,16 +18,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from rlt import __version__
-from rlt_protocols.openai import ModelCard, ModelList, VersionBody
+from rlt.config import ServerConfig
+from rlt_protocols.openai import GenerationRequest, ModelCard, ModelList, VersionBody
 from rlt_protocols.params import ModelInfo
+from rltd.frontend.access import guarded
 from rltd.frontend.answer import JobAnswer
-from rltd.frontend.body import read_json_body
+from rltd.frontend.body import BodyMemory, read_json_body
 from rltd.frontend.engine_client import RESTART_RETRY_AFTER_S, EngineClient
 from rltd.frontend.errors import JSON, ApiError, ClientGone, internal, shorten, too_busy, unavailable
+from rltd.frontend.job import Job
 from rltd.frontend.metrics import Metrics
 from rltd.frontend.prepare import Preparer, check_model
 from rltd.frontend.request_id import RequestIds
-from rltd.frontend.shapes import ChatShape, CompletionShape
+from rltd.frontend.shapes import ChatShape, CompletionShape, Shape
 
 T = TypeVar("T")
 
@@ -41,18 +44,16 @@ class Api:
         preparer: Preparer,
         metrics: Metrics,
         workers: Executor,
-        *,
-        max_body_bytes: int,
-        max_preparing: int,
+        server: ServerConfig,
     ) -> None:
         self._client = client
         self._preparer = preparer
         self._metrics = metrics
         self._workers = workers
-        self._max_body_bytes = max_body_bytes
+        self._server = server
+        self._bodies = BodyMemory(server.max_body_bytes)
         #: requests whose body is being read or prepared; bounded like those that run
         self._preparing = 0
-        self._max_preparing = max_preparing
         self._created = int(time.time())
 
     def app(self) -> ASGIApp:
@@ -77,7 +78,7 @@ class Api:
         app = Starlette(routes=routes, exception_handlers=handlers)
         # A path with a slash too many is an unknown path, not a redirect that POST clients would follow with GET.
         app.router.redirect_slashes = False
-        return RequestIds(app)
+        return RequestIds(guarded(app, self._server))
 
     async def completions(self, request: Request) -> Response | JobAnswer:
         started_s = time.monotonic()
@@ -87,7 +88,7 @@ class Api:
         shape = CompletionShape(
             prepared.request, job, info.name, prepared.echoes, has_text=self._preparer.has_tokenizer
         )
-        return JobAnswer(self._client, job, shape, stream=bool(prepared.request.stream))
+        return self._answer(job, shape, prepared.request)
 
     async def chat(self, request: Request) -> Response | JobAnswer:
         started_s = time.monotonic()
@@ -102,7 +103,11 @@ class Api:
             has_text=self._preparer.has_tokenizer,
             form=prepared.form,
         )
-        return JobAnswer(self._client, job, shape, stream=bool(prepared.request.stream))
+        return self._answer(job, shape, prepared.request)
+
+    def _answer(self, job: Job, shape: Shape, request: GenerationRequest) -> JobAnswer:
+        limit_s = self._server.request_timeout_s
+        return JobAnswer(self._client, job, shape, stream=bool(request.stream), timeout_s=limit_s)
 
     async def tokenize(self, request: Request) -> Response:
         return _json(await self._prepared(request, self._info(), self._preparer.tokenize))
@@ -135,12 +140,13 @@ class Api:
         return _json(VersionBody(__version__))
 
     async def _prepared(self, request: Request, info: ModelInfo, prepare: Callable[[bytes, ModelInfo], T]) -> T:
-        if self._preparing >= self._max_preparing:
+        if self._preparing >= self._server.max_queue:
             raise too_busy()
         self._preparing += 1
         try:
-            body = await read_json_body(request.headers, request.receive, self._max_body_bytes)
-            return await asyncio.get_running_loop().run_in_executor(self._workers, prepare, body, info)
+            with self._bodies.share() as take:
+                body = await read_json_body(request.headers, request.receive, self._server.max_body_bytes, take)
+                return await asyncio.get_running_loop().run_in_executor(self._workers, prepare, body, info)
         finally:
             self._preparing -= 1
 

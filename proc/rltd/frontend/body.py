@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
-from rltd.frontend.errors import ApiError, ClientGone
+from rltd.frontend.errors import ApiError, ClientGone, too_busy
 
 BODY_TIMEOUT_S = 60
+#: held by all bodies together that are being read or prepared; more are refused like a request too many
+MAX_BODIES_BYTES = 256 << 20
 
 
-async def read_json_body(headers: Headers, receive: Receive, limit: int) -> bytes:
-    """Return the body of a JSON request.
+class BodyMemory:
+    """Memory for bodies, `MAX_BODIES_BYTES` or the largest body that may come alone."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._free_bytes = max(MAX_BODIES_BYTES, max_body_bytes)
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that takes bytes until the end of the context, or raises `ApiError` 429."""
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if size > self._free_bytes:
+                raise too_busy()
+            self._free_bytes -= size
+            taken += size
+
+        try:
+            yield take
+        finally:
+            self._free_bytes += taken
+
+
+async def read_json_body(headers: Headers, receive: Receive, limit: int, take: Callable[[int], None]) -> bytes:
+    """Return the body of a JSON request, whose memory comes from `take`.
 
     Raises `ApiError` 415, 408 or 413, the last as soon as the limit is passed: no more than `limit` bytes and one piece
     are ever held. Raises `ClientGone` when the client leaves first.
@@ -40,7 +67,7 @@ async def read_json_body(headers: Headers, receive: Receive, limit: int) -> byte
         raise _too_large(limit)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _read(receive, limit)
+            return await _read(receive, limit, take)
     except TimeoutError as error:
         raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S} seconds", code="body_timeout") from error
 
@@ -51,15 +78,17 @@ def _parameters(text: str) -> Iterator[tuple[str, str]]:
         yield name.strip(), value.strip().strip('"')
 
 
-async def _read(receive: Receive, limit: int) -> bytes:
+async def _read(receive: Receive, limit: int, take: Callable[[int], None]) -> bytes:
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > limit:
+        piece = message.get("body", b"")
+        if len(body) + len(piece) > limit:
             raise _too_large(limit)
+        take(len(piece))
+        body += piece
         if not message.get("more_body", False):
             return bytes(body)
 

@@ -115,6 +115,10 @@ class EngineClient:
             self._metrics.finished(choice, "abort")
         self._tell_engines(running)
 
+    def give_up(self, job: Job, failure: Failure) -> None:
+        """End what is still running of a job with an error."""
+        self._fail([choice for choice in job.choices if choice.running], failure)
+
     def on_text(self, batch: TextBatch) -> None:
         now_s = time.monotonic()
         for delta in batch.items:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from rltd.frontend.metrics import Metrics
 from rltd.frontend.prepare import Preparer
 from rltd.frontend.process import Frontend
 from rltd.frontend.server import listening_socket, make_server
+from rltd.frontend.tls import tls_context
 from rltd.link.child import ChildLink, LinkError, Order
 from rltd.link.inbox import bind_inbox
 from rltd.link.logs import configure_logging
@@ -44,11 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(link.config.log, "frontend")
     try:
         preparer = load_preparer(link.config)
+        tls = tls_context(link.config.server)
     except RltError as error:
         link.fatal(str(error), usage=True)
         return 2
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(link, preparer))
+        runner.run(_serve(link, preparer, tls))
     return 0
 
 
@@ -67,7 +70,7 @@ def load_preparer(config: Config) -> Preparer:
     )
 
 
-async def _serve(link: ChildLink, preparer: Preparer) -> None:
+async def _serve(link: ChildLink, preparer: Preparer, tls: ssl.SSLContext | None) -> None:
     assert link.http_fd is not None, "the supervisor gives the frontend its socket"
     config = link.config.server
     loop = asyncio.get_running_loop()
@@ -78,15 +81,8 @@ async def _serve(link: ChildLink, preparer: Preparer) -> None:
         client = EngineClient(
             outboxes.send, link.peer.generation, metrics, max_queue=config.max_queue, drop=outboxes.drop
         )
-        api = Api(
-            client,
-            preparer,
-            metrics,
-            workers,
-            max_body_bytes=config.max_body_bytes,
-            max_preparing=config.max_queue,
-        )
-        server = make_server(api.app())
+        api = Api(client, preparer, metrics, workers, config)
+        server = make_server(api.app(), tls)
         serving = asyncio.create_task(server.serve(sockets=[listening_socket(link.http_fd)]))
 
         async def stop_serving() -> None:

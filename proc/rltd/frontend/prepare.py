@@ -128,10 +128,13 @@ class Preparer:
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "prompt: send either prompt or messages")
         if request.prompt is not None:
-            if request.tools:
-                raise invalid("tools", "tools: goes with messages, not with prompt")
+            for name in ("tools", "chat_template_kwargs", "enable_thinking"):
+                if getattr(request, name):
+                    raise invalid(name, f"{name}: goes with messages, not with prompt")
             ids = self._encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
         else:
+            if request.add_special_tokens:
+                raise invalid("add_special_tokens", "add_special_tokens: goes with prompt; the template has its own")
             check_options(request, self._needed_template().options)
             if tools := tools_of(request):
                 self._call_style(request)

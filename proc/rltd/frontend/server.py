@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,8 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_DISCARDED_BYTES = 256 << 20
 #: the same in time, from the end of the answer
 DISCARD_TIMEOUT_S = 30
+#: a client that takes nothing of its answer for so long is cut off
+STALL_TIMEOUT_S = 120
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -42,6 +45,7 @@ class HttpProtocol(HttpToolsProtocol):
     _upgrading = False
     _header_timer: asyncio.TimerHandle | None = None
     _discard_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -50,7 +54,33 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
         self._stop_discard_timer()
+        self._stop_stall_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_stall()
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
+
+    def _watch_stall(self) -> None:
+        self._stall_timer = self.loop.call_later(
+            STALL_TIMEOUT_S, self._end_stall, self.transport.get_write_buffer_size()
+        )
+
+    def _end_stall(self, unsent_before: int) -> None:
+        # While writing is paused nothing is added, so any progress makes the buffer smaller.
+        if self.transport.get_write_buffer_size() < unsent_before:
+            self._watch_stall()
+        else:
+            self.transport.abort()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -226,24 +256,25 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(app: ASGIApp) -> Server:
+def make_server(app: ASGIApp, tls: ssl.SSLContext | None = None) -> Server:
     """A server for `app`; run it with `serve(sockets=[...])`."""
-    return Server(
-        uvicorn.Config(
-            app,
-            http=HttpProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            # Its lower levels tell about its own start and about every client that speaks no HTTP.
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S,
-        )
+    config = uvicorn.Config(
+        app,
+        http=HttpProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        # Its lower levels tell about its own start and about every client that speaks no HTTP.
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
     )
+    config.load()
+    config.ssl = tls
+    return Server(config)
 
 
 def listening_socket(fd: int) -> socket.socket:

@@ -7,7 +7,7 @@ import asyncio
 from rlt.config import Config
 from rltd.supervisor import banner
 from rltd.supervisor.control_server import ControlServer
-from rltd.supervisor.listen import bind_http, url_of
+from rltd.supervisor.listen import http_socket, url_of
 from rltd.supervisor.notify import Notifier
 from rltd.supervisor.output import Printer
 from rltd.supervisor.restart import Limits
@@ -19,11 +19,12 @@ from rltd.supervisor.supervisor import Supervisor
 def serve(config: Config, *, commands: Commands = COMMANDS, limits: Limits | None = None) -> int:
     """Run the daemon in the foreground and return its exit code.
 
-    Raises `ConfigError` when the HTTP address cannot be bound and `RunDirError` when there is no private directory;
-    nothing has been started then.
+    Raises `ConfigError` when the HTTP address cannot be bound or the certificate cannot be used, and `RunDirError` when
+    there is no private directory; nothing has been started then.
     """
-    with bind_http(config.server.host, config.server.port) as http:
+    with http_socket(config.server) as http:
         run_dir = create_run_dir()
+        url = url_of(http, tls=config.server.tls_cert is not None)
         as_json = config.log.format == "json"
         printer = Printer(json_lines=as_json)
         notifier = Notifier.from_environment()
@@ -32,6 +33,7 @@ def serve(config: Config, *, commands: Commands = COMMANDS, limits: Limits | Non
             supervisor = Supervisor(
                 config,
                 http,
+                url,
                 run_dir,
                 printer=printer,
                 notifier=notifier,
@@ -42,7 +44,7 @@ def serve(config: Config, *, commands: Commands = COMMANDS, limits: Limits | Non
                 return await supervisor.run()
 
         try:
-            for line in banner.starting(config.model.path, url_of(http), plain=as_json):
+            for line in banner.starting(config.model.path, url, plain=as_json):
                 printer.say(line)
             return asyncio.run(run())
         finally:

@@ -35,7 +35,6 @@ from rlt_protocols.control import (
 from rltd.link.address import Peer, inbox_path
 from rltd.supervisor import banner
 from rltd.supervisor.child import Child
-from rltd.supervisor.listen import url_of
 from rltd.supervisor.loading import Loading
 from rltd.supervisor.notify import Notifier
 from rltd.supervisor.output import Printer
@@ -51,6 +50,7 @@ class Supervisor:
         self,
         config: Config,
         http: socket.socket,
+        url: str,
         run_dir: RunDir,
         *,
         printer: Printer,
@@ -65,7 +65,7 @@ class Supervisor:
         #: set when nothing runs any more
         self.drained = asyncio.Event()
         self._http = http
-        self._url = url_of(http)
+        self._url = url
         self._printer = printer
         self._loading = Loading(printer)
         self._notifier = notifier
