@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from rlt.attention.backends import BACKENDS, choose_backend
 from rlt.attention.interface import KvPool
-from rlt.attention.torch_reference import TorchAttention
 from rlt.config import Config
 from rlt.depth.rules import make_rule
 from rlt.depth.table import RULES
@@ -27,6 +27,7 @@ from rlt.models.checkpoint import read_spec
 from rlt.models.directory import resolve_model
 from rlt.models.families import FAMILIES
 from rlt.models.loader import fingerprint
+from rlt.models.ops import choose_ops
 from rlt.models.registry import load_model
 from rlt.models.spec import ModelSpec
 from rlt.progress import Progress
@@ -54,7 +55,9 @@ class Engine:
         check_model_settings(config, spec)
         device = choose_device(config.engine.device)
         dtype = choose_dtype(config.model.dtype, device)
-        model = load_model(directory, spec, dtype=dtype, device=device, progress=progress)
+        attention = choose_backend("engine.attention", config.engine.attention, device, dtype)
+        ops = choose_ops(config.engine.kernels, device, dtype)
+        model = load_model(directory, spec, dtype=dtype, device=device, ops=ops, progress=progress)
         layout = parse_layout(config.kv.layout, spec.outer_lists)
         size, rule = config.kv.page_size, exit_rule(config, spec.family)
         pages = plan_pages(config.kv, spec, dtype, device)
@@ -76,7 +79,7 @@ class Engine:
             model=model,
             layout=layout,
             pool=kv,
-            attention=TorchAttention(kv),
+            attention=BACKENDS[attention].make(kv, spec.heads),
             slots=slots,
             pages=table,
             planes=make_planes(layout, slots, table, kv, spec.loops),
@@ -130,6 +133,11 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """Drop a request; False when it is not here (any more)."""
         return self.scheduler.abort(request_id)
+
+    def reset_prefix_cache(self) -> int:
+        """Drop the cached blocks that no request reads, between two ticks; returns how many pages that frees."""
+        prefix = self.scheduler.supply.prefix
+        return prefix.reset() if prefix is not None else 0
 
     @property
     def has_work(self) -> bool:

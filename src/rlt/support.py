@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlt.attention.backends import BACKENDS
 from rlt.depth.table import RULES
 from rlt.errors import ConfigError
+from rlt.kernels import available
 from rlt.kv.layout import parse_layout
 from rlt.models.families import FAMILIES
 
@@ -60,7 +62,19 @@ def refusals(config: Config) -> list[str]:
             "engine.wavefront does not go with kv.layout shared: with one plane for all loops, a prompt token finishes "
             "all its loops before the next one starts"
         )
-    return problems + _exit_problems(config.exit)
+    return problems + _kernel_problems(config) + _exit_problems(config.exit)
+
+
+def _kernel_problems(config: Config) -> list[str]:
+    """Kernels that are asked for and cannot run, as far as that is known without looking at the device."""
+    device = (config.engine.device or "cuda").partition(":")[0]
+    if device not in available.DTYPES:
+        return []
+    why = available.obstacle(device, None if config.model.dtype == "auto" else config.model.dtype)
+    if why is None:
+        return []
+    asked = {"attention": config.engine.attention, "kernels": config.engine.kernels}
+    return [f'engine.{key} = "triton" cannot run on {device}: {why}' for key, name in asked.items() if name == "triton"]
 
 
 def _exit_problems(exits: ExitConfig) -> list[str]:
@@ -170,6 +184,15 @@ def family_matrix() -> str:
     return _table({family.title: name for name, family in FAMILIES.items()}, FAMILY_FEATURES, family_reason)
 
 
+def attention_matrix() -> str:
+    """The attention back ends and what each can do, as a Markdown table."""
+    lines = ["| `engine.attention` | devices and dtypes | compared with a reference on |", "|---|---|---|"]
+    for name, backend in BACKENDS.items():
+        places = "; ".join(f"{device}: {', '.join(dtypes)}" for device, dtypes in backend.dtypes.items())
+        lines.append(f"| `{name}` | {places} | {backend.validated} |")
+    return "\n".join(lines)
+
+
 def _table(columns: Mapping[str, str], features: tuple[Feature, ...], why: Callable[[str, Feature], str | None]) -> str:
     """A Markdown table with a column per title and a row per feature; `why` says for each cell why it is a "no"."""
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
@@ -184,4 +207,4 @@ def _table(columns: Mapping[str, str], features: tuple[Feature, ...], why: Calla
 
 
 if __name__ == "__main__":
-    print(f"{matrix()}\n\n{family_matrix()}")
+    print(f"{matrix()}\n\n{family_matrix()}\n\n{attention_matrix()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,9 +26,19 @@ VARIANTS: dict[str, Sections] = {
     "no prefix cache": {"kv": {"prefix_cache": False}},
     "copied planes": {"kv": {"layout": "last_exited_copy"}},
 }
+#: settings of [engine] on the GPU: each kind of kernels alone, and together
+KERNELS: dict[str, dict[str, str]] = {
+    "torch": {"attention": "torch", "kernels": "torch"},
+    "triton attention": {"attention": "triton", "kernels": "torch"},
+    "triton layers": {"attention": "torch", "kernels": "triton"},
+    "triton": {"attention": "triton", "kernels": "triton"},
+}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
+
+Answers = list[tuple[list[int], list[int]]]
 
 
-def answers(model: str, device: str, sections: Sections, **params: Any) -> list[tuple[list[int], list[int]]]:
+def answers(model: str, device: str, sections: Sections, **params: Any) -> Answers:
     """Tokens and depths of every prompt, of which the later half repeats the earlier one."""
     with LLM(model, device=device, dtype="float32", config=sections) as llm:
         sampling = [SamplingParams(max_tokens=24, seed=seed, **params) for seed in range(len(PROMPTS))]
@@ -38,14 +49,37 @@ def answers(model: str, device: str, sections: Sections, **params: Any) -> list[
     return [(output.outputs[0].token_ids, output.outputs[0].depths) for output in outputs]
 
 
+def on_gpu(model: str, sections: Sections, kernels: str, **params: Any) -> Answers:
+    if kernels != "torch":
+        pytest.importorskip("triton")
+    engine = sections.get("engine", {}) | KERNELS[kernels]
+    return answers(model, "cuda", sections | {"engine": engine}, **params)
+
+
+@cache
+def greedy_on_cpu(model: str, variant: str) -> Answers:
+    return answers(model, "cpu", VARIANTS[variant], temperature=0)
+
+
+@cache
+def sampled_on_cpu(model: str) -> Answers:
+    return answers(model, "cpu", {}, **SAMPLED)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("model", BUILT_IN)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_is_the_same(model: str, variant: str) -> None:
-    sections = VARIANTS[variant]
-    assert answers(model, "cuda", sections, temperature=0) == answers(model, "cpu", sections, temperature=0)
+def test_greedy_is_the_same(model: str, variant: str, kernels: str) -> None:
+    assert on_gpu(model, VARIANTS[variant], kernels, temperature=0) == greedy_on_cpu(model, variant)
 
 
+@pytest.mark.parametrize("kernels", ["triton attention", "triton layers"])
 @pytest.mark.parametrize("model", BUILT_IN)
-def test_a_seed_gives_the_same_text(model: str) -> None:
-    sampled: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
-    assert answers(model, "cuda", {}, **sampled) == answers(model, "cpu", {}, **sampled)
+def test_greedy_is_the_same_with_some_kernels(model: str, kernels: str) -> None:
+    assert on_gpu(model, {}, kernels, temperature=0) == greedy_on_cpu(model, "plain")
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("model", BUILT_IN)
+def test_a_seed_gives_the_same_text(model: str, kernels: str) -> None:
+    assert on_gpu(model, {}, kernels, **SAMPLED) == sampled_on_cpu(model)

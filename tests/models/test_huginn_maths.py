@@ -236,7 +236,7 @@ def _split_half(heads: Tensor, turns: Tensor) -> Tensor:
 
 class _OneFinalNorm(Huginn):
     def coda(self, rows: Tensor, positions: Tensor, attend: Any) -> Tensor:
-        return self._final_norm(self._run("coda", self.state(rows), positions, attend, first=2))
+        return self._run("coda", self.state(rows), positions, attend, first=2, closing=self._norm)
 
 
 MISTAKES = ["adapter_order", "split_half_rope", "no_qk_bias", "no_embedding_scale", "ln_f_once"]

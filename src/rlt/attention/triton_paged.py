@@ -9,11 +9,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlt.attention.interface import KvPool, TickBatch
+from rlt.kernels.available import multiprocessors
 from rlt.kernels.decode_attention import DecodeWorkspace, decode_attention, decode_splits, decode_workspace
 from rlt.kernels.prompt_attention import prompt_attention
-
-#: what splits are planned for where there is no device to ask, as in the interpreter
-_INTERPRETED_MULTIPROCESSORS = 4
 
 
 class _Prompts(NamedTuple):
@@ -34,12 +32,7 @@ class TritonAttention:
         """`heads`: query heads of the model."""
         self._pool = pool
         self._heads = heads
-        device = pool.keys.device
-        self._multiprocessors = (
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if device.type == "cuda"
-            else _INTERPRETED_MULTIPROCESSORS
-        )
+        self._multiprocessors = multiprocessors(pool.keys.device)
         self._workspace = self._new_workspace(rows=1, splits=1)
         self._splits = 1
         self._batch: TickBatch

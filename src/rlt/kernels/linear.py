@@ -49,6 +49,15 @@ def linear_workspace(*, rows: int, outputs: int, device: torch.device) -> Linear
     )
 
 
+def split_workspace(multiprocessors: int, device: torch.device) -> LinearWorkspace:
+    """A workspace for every product of at most `MOST_ROWS` rows as `linear_plan` plans it.
+
+    It splits small outputs only: splits * tiles of 32 outputs stay below 2 * _FILL * multiprocessors.
+    """
+    outputs = 2 * _FILL * multiprocessors * 32 // _MOST_SPLITS
+    return linear_workspace(rows=MOST_ROWS, outputs=outputs, device=device)
+
+
 def linear_plan(rows: int, outputs: int, inner: int, multiprocessors: int) -> LinearPlan:
     """Tiles for `rows` rows (with a count on the device: the most there may be)."""
     if rows == 1:

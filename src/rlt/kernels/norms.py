@@ -1,22 +1,18 @@
 """RMS norms, alone and together with the residual sums before and after them.
 
 y = cast(x * rsqrt(mean(x²) + eps)) * weight, the inside in float32, the product with the weight in the rows' dtype:
-every rounding of the unfused operations is kept. One program per row.
+the roundings are those of the unfused operations, unless the compiler leaves some out. One program per row.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
-from typing import Literal
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-#: What becomes of a branch (the output of attention or of an MLP): residual + branch; residual + norm(branch);
-#: norm(residual + branch).
-Placement = Literal["plain", "branch", "sum"]
+from rlt.models.ops import Placement
 
 _PLACEMENTS: dict[Placement, int] = {"plain": 0, "branch": 1, "sum": 2}
 
@@ -32,6 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor, *, eps: float) -> None:
 def add_rms_norm(
     residual: Tensor,
     branch: Tensor,
+    new: Tensor,
     out: Tensor | None,
     *,
     placement: Placement,
@@ -39,14 +36,14 @@ def add_rms_norm(
     out_weight: Tensor | None,
     eps: float,
 ) -> None:
-    """Add `branch` to `residual` (both [rows, width]), in place, then set `out` to the norm of the new residual.
+    """Set `new` to `residual` plus `branch`, then `out` to the norm of `new`; all [rows, width].
 
-    `branch_weight` [width] is that of the norm inside of placements "branch" and "sum"; "plain" has none. Without
-    `out` and `out_weight` only the residual is set.
+    `new` may be `residual`, and `out` may be `branch`. `branch_weight` [width] is that of the norm inside of placements
+    "branch" and "sum"; "plain" has none. Without `out` and `out_weight` only `new` is set.
     """
     assert (placement == "plain") == (branch_weight is None)
     assert (out is None) == (out_weight is None)
-    assert residual.stride(1) == branch.stride(1) == 1
+    assert residual.stride(1) == branch.stride(1) == new.stride(1) == 1
     assert out is None or out.stride(1) == 1
     if len(residual) == 0:
         return
@@ -56,13 +53,15 @@ def add_rms_norm(
     _add_norm[(len(residual),)](
         residual,
         branch,
-        residual if out is None else out,
+        new,
+        new if out is None else out,
         branch if branch_weight is None else branch_weight,
         branch if out_weight is None else out_weight,
         eps,
         residual.stride(0),
         branch.stride(0),
-        residual.stride(0) if out is None else out.stride(0),
+        new.stride(0),
+        new.stride(0) if out is None else out.stride(0),
         width,
         block,
         _PLACEMENTS[placement],
@@ -78,7 +77,7 @@ def _warps(block: int) -> int:
 
 @triton.jit
 def _normed(x, weight, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
-    """The norm of float32 `x`, rounded to `dtype` twice as the unfused operations do, as float32."""
+    """The norm of float32 `x`, rounded to `dtype` twice as in the unfused operations, as float32."""
     scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
     return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
 
@@ -99,12 +98,14 @@ def _norm(x, weight, out, eps, x_row, out_row, WIDTH: tl.constexpr, BLOCK: tl.co
 def _add_norm(
     residual,
     branch,
+    target,
     out,
     branch_weight,
     out_weight,
     eps,
     residual_row,
     branch_row,
+    target_row,
     out_row,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -127,7 +128,7 @@ def _add_norm(
     new = (old + added).to(dtype).to(tl.float32)
     if PLACEMENT == 2:
         new = _normed(new, inner, eps, WIDTH, dtype)
-    tl.store(residual + row * residual_row + column, new.to(dtype), mask=inside)
+    tl.store(target + row * target_row + column, new.to(dtype), mask=inside)
     if WITH_OUT:
         result = _normed(new, outer, eps, WIDTH, dtype)
         tl.store(out + row * out_row + column, result.to(out.dtype.element_ty), mask=inside)

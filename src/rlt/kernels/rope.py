@@ -21,7 +21,7 @@ def rope_write_halves(
     keys: Tensor,
     values: Tensor,
 ) -> None:
-    """RoPE that pairs feature j with j + head_dim / 2 (Ouro, Nanbeige), with products and sum rounded to the dtype.
+    """RoPE that pairs feature j with j + head_dim / 2 (Ouro, Nanbeige), in operations of the dtype.
 
     `qkv` [rows, heads + 2 * kv_heads, head_dim]: queries, keys, values. `cos` and `sin` [positions, head_dim] repeat
     their first half, in the dtype of the rows. `positions` and `write` [rows] are int64: a row's position, and the flat
@@ -156,7 +156,7 @@ def _rope_write(
         second = tl.load(source + D // 2 + pair[None, :], mask=mask, other=0.0).to(tl.float32)
         c = tl.load(cos + position * turn_row + pair, mask=pair < D // 2, other=0.0).to(tl.float32)[None, :]
         s = tl.load(sin + position * turn_row + pair, mask=pair < D // 2, other=0.0).to(tl.float32)[None, :]
-        # Each product and the sum are rounded, as in operations of the rows' dtype.
+        # Each product and the sum are rounded, as in operations of the rows' dtype, unless the compiler fuses them.
         new_first = (first * c).to(dtype).to(tl.float32) - (second * s).to(dtype).to(tl.float32)
         new_second = (second * c).to(dtype).to(tl.float32) + (first * s).to(dtype).to(tl.float32)
     # Values pass as they are.

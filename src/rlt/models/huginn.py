@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from rlt.errors import ModelError
 from rlt.exec.normals import normals
 from rlt.exec.rng import PURPOSE_STATE
 from rlt.models.interface import Attend, InitialState
-from rlt.models.layers import Layer, mlp, rms_norm
+from rlt.models.layers import Layer, mlp
+from rlt.models.ops import TORCH, Ops
 from rlt.models.spec import ModelSpec
 
 #: Standard deviation of an initial state before the cut: init std sqrt(2 / (5 n)) times embedding scale sqrt(n).
@@ -105,9 +106,10 @@ class Huginn:
     #: Whether a token is done is read from what its loops still change.
     gate = None
 
-    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor], ops: Ops = TORCH) -> None:
         """`tensors` are those of `tensor_shapes`, in one dtype. Raises `ModelError` if a derived one does not fit."""
         self.spec = spec
+        self._ops = ops
         #: what embeddings are multiplied with
         self._scale = math.sqrt(spec.hidden_size)
         self._embedding = tensors["transformer.wte.weight"]
@@ -143,40 +145,51 @@ class Huginn:
 
     def core(self, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         # No norm between loops.
-        state = self._run("core_block", linear(rows, self._adapter), positions, attend)
+        state = self._run("core_block", self._ops.linear(rows, self._adapter), positions, attend)
         return torch.cat([state, rows[:, self.spec.hidden_size :]], -1)
 
     def coda(self, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        hidden = self._final_norm(self.state(rows))
-        return self._final_norm(self._run("coda", hidden, positions, attend, first=self.spec.prelude_layers))
+        hidden = self._ops.rms_norm(self.state(rows), self._norm, self.spec.norm_eps)
+        return self._run("coda", hidden, positions, attend, first=self.spec.prelude_layers, closing=self._norm)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self._embedding).float()
+        return self._ops.linear(hidden, self._embedding).float()
 
     def state(self, rows: Tensor) -> Tensor:
         """The states [rows, hidden], raw core outputs, of `rows` [rows, row_size]."""
         return rows[:, : self.spec.hidden_size]
 
-    def _final_norm(self, hidden: Tensor) -> Tensor:
-        return rms_norm(hidden, self._norm, self.spec.norm_eps)
+    def _run(
+        self,
+        stage: str,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        first: int = 0,
+        closing: Tensor | None = None,
+    ) -> Tensor:
+        """A stage's layers, of which the first is layer `first` for `attend`, and the norm `closing` if there is one.
 
-    def _run(self, stage: str, hidden: Tensor, positions: Tensor, attend: Attend, first: int = 0) -> Tensor:
-        """A stage's layers, of which the first is layer `first` for `attend`; norms are of sums, not of branches."""
-        eps, turns = self.spec.norm_eps, self._turns[positions]
-        for index, block in enumerate(self._stages[stage], first):
-            before_attention, after_attention, before_mlp, after_mlp = block.layer.norms
-            branch = self._attention(rms_norm(hidden, before_attention, eps), block, turns, index, attend)
-            hidden = rms_norm(hidden + branch, after_attention, eps)
-            branch = mlp(rms_norm(hidden, before_mlp, eps), block.layer)
-            hidden = rms_norm(hidden + branch, after_mlp, eps)
-        return hidden
+        Norms inside of layers are of sums, not of branches.
+        """
+        ops, eps, turns, blocks = self._ops, self.spec.norm_eps, self._turns[positions], self._stages[stage]
+        normed = ops.rms_norm(hidden, blocks[0].layer.norms[0], eps)
+        following = [*(block.layer.norms[0] for block in blocks[1:]), closing]
+        for index, (block, next_norm) in enumerate(zip(blocks, following, strict=True), first):
+            _, after_attention, before_mlp, after_mlp = block.layer.norms
+            branch = self._attention(normed, block, turns, index, attend)
+            hidden, normed = ops.add_norm(hidden, branch, "sum", after_attention, before_mlp, eps)
+            branch = mlp(normed, block.layer, ops)
+            hidden, normed = ops.add_norm(hidden, branch, "sum", after_mlp, next_norm, eps)
+        return normed
 
     def _attention(self, rows: Tensor, block: Block, turns: Tensor, index: int, attend: Attend) -> Tensor:
         count = self.spec.heads
-        heads = linear(rows, block.layer.qkv).view(-1, 3 * count, self.spec.head_dim)
+        heads = self._ops.linear(rows, block.layer.qkv).view(-1, 3 * count, self.spec.head_dim)
         rotated = rotate_pairs(heads[:, : 2 * count] + block.bias, turns)
         attended = attend(index, rotated[:, :count], rotated[:, count:], heads[:, 2 * count :])
-        return linear(attended.flatten(1), block.layer.out)
+        return self._ops.linear(attended.flatten(1), block.layer.out)
 
 
 def _read_block(tensors: Mapping[str, Tensor], prefix: str) -> Block:

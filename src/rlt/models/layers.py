@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding
 
 from rlt.models.interface import Attend, InitialState
+from rlt.models.ops import Ops
 from rlt.models.spec import ModelSpec
 
 
@@ -88,13 +89,16 @@ class Stack:
     See `LoopedModel`. A row is its state, and a token starts from its embedding alone.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: dict[str, Tensor], norms: tuple[str, ...]) -> None:
+    def __init__(self, spec: ModelSpec, tensors: dict[str, Tensor], norms: tuple[str, ...], ops: Ops) -> None:
         """Takes the layers out of `tensors` one by one, so that at most one layer is in memory twice."""
         self.spec = spec
+        self._ops = ops
         self._embedding = tensors["model.embed_tokens.weight"]
         self._norm = tensors["model.norm.weight"]
         self._head = tensors["lm_head.weight"]
         self._layers = [_read_layer(tensors, f"model.layers.{index}.", norms) for index in range(spec.layers)]
+        #: of each layer, the norm that comes after it: the next one's first, or the loop's
+        self._following = [*(layer.norms[0] for layer in self._layers[1:]), self._norm]
         self._positions = Positions(spec, self._embedding.dtype, self._embedding.device)
 
     @property
@@ -116,36 +120,26 @@ class Stack:
         return rows
 
     def head(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self._head).float()
+        return self._ops.linear(hidden, self._head).float()
 
 
 def attention(
-    rows: Tensor, layer: Layer, spec: ModelSpec, turns: tuple[Tensor, Tensor], index: int, attend: Attend
+    rows: Tensor, layer: Layer, spec: ModelSpec, turns: tuple[Tensor, Tensor], index: int, attend: Attend, ops: Ops
 ) -> Tensor:
     """The attention branch of `layer`, which is layer `index`, on normed rows [rows, hidden].
 
     `turns` are the rows' cos and sin from `Positions.at`.
     """
-    heads = linear(rows, layer.qkv).view(-1, spec.heads + 2 * spec.kv_heads, spec.head_dim)
+    heads = ops.linear(rows, layer.qkv).view(-1, spec.heads + 2 * spec.kv_heads, spec.head_dim)
     rotated = rotate_halves(heads[:, : spec.heads + spec.kv_heads], *turns)
     query, key = rotated[:, : spec.heads], rotated[:, spec.heads :]
     attended = attend(index, query, key, heads[:, spec.heads + spec.kv_heads :])
-    return linear(attended.flatten(1), layer.out)
+    return ops.linear(attended.flatten(1), layer.out)
 
 
-def mlp(rows: Tensor, layer: Layer) -> Tensor:
+def mlp(rows: Tensor, layer: Layer, ops: Ops) -> Tensor:
     """The SwiGLU branch on normed rows [rows, hidden]."""
-    gate, up = linear(rows, layer.gate_up).chunk(2, dim=-1)
-    return linear(silu(gate) * up, layer.down)
-
-
-def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension: rms in float32, the product in the rows' dtype."""
-    if rows.dtype == torch.float32:
-        return torch.nn.functional.rms_norm(rows, weight.shape, weight, eps)
-    wide = rows.float()
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return scaled.to(rows.dtype) * weight
+    return ops.linear(ops.silu_mul(ops.linear(rows, layer.gate_up)), layer.down)
 
 
 def rotate_halves(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlt.models.interface import Attend
-from rlt.models.layers import Stack, attention, mlp, rms_norm, stack_shapes
+from rlt.models.layers import Stack, attention, mlp, stack_shapes
+from rlt.models.ops import TORCH, Ops
 from rlt.models.spec import ModelSpec
 
 #: Norms of a layer: before attention and before the MLP.
@@ -23,13 +24,14 @@ class Nanbeige(Stack):
     #: Depth is fixed.
     gate = None
 
-    def __init__(self, spec: ModelSpec, tensors: dict[str, Tensor]) -> None:
-        super().__init__(spec, tensors, NORMS)
+    def __init__(self, spec: ModelSpec, tensors: dict[str, Tensor], ops: Ops = TORCH) -> None:
+        super().__init__(spec, tensors, NORMS, ops)
 
     def core(self, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        hidden, spec, eps, turns = rows, self.spec, self.spec.norm_eps, self._positions.at(positions)
-        for index, layer in enumerate(self._layers):
-            before_attention, before_mlp = layer.norms
-            hidden = hidden + attention(rms_norm(hidden, before_attention, eps), layer, spec, turns, index, attend)
-            hidden = hidden + mlp(rms_norm(hidden, before_mlp, eps), layer)
-        return rms_norm(hidden, self._norm, eps)
+        hidden, spec, ops, eps, turns = rows, self.spec, self._ops, self.spec.norm_eps, self._positions.at(positions)
+        normed = ops.rms_norm(hidden, self._layers[0].norms[0], eps)
+        for index, (layer, following) in enumerate(zip(self._layers, self._following, strict=True)):
+            branch = attention(normed, layer, spec, turns, index, attend, ops)
+            hidden, normed = ops.add_norm(hidden, branch, "plain", None, layer.norms[1], eps)
+            hidden, normed = ops.add_norm(hidden, mlp(normed, layer, ops), "plain", None, following, eps)
+        return normed

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from rlt.models.interface import Attend
-from rlt.models.layers import Stack, attention, mlp, rms_norm, stack_shapes
+from rlt.models.layers import Stack, attention, mlp, stack_shapes
+from rlt.models.ops import TORCH, Ops
 from rlt.models.spec import ModelSpec
 
 #: Norms of a layer: before and after attention, before and after the MLP.
@@ -22,20 +23,21 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 class Ouro(Stack):
     """The maths of the family; see `LoopedModel`."""
 
-    def __init__(self, spec: ModelSpec, tensors: dict[str, Tensor]) -> None:
-        super().__init__(spec, tensors, NORMS)
+    def __init__(self, spec: ModelSpec, tensors: dict[str, Tensor], ops: Ops = TORCH) -> None:
+        super().__init__(spec, tensors, NORMS, ops)
         self._gate_weight = tensors["model.early_exit_gate.weight"].float()
         self._gate_bias = tensors["model.early_exit_gate.bias"].float()
 
     def core(self, rows: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        hidden, spec, eps, turns = rows, self.spec, self.spec.norm_eps, self._positions.at(positions)
-        for index, layer in enumerate(self._layers):
-            before_attention, after_attention, before_mlp, after_mlp = layer.norms
-            branch = attention(rms_norm(hidden, before_attention, eps), layer, spec, turns, index, attend)
-            hidden = hidden + rms_norm(branch, after_attention, eps)
-            branch = mlp(rms_norm(hidden, before_mlp, eps), layer)
-            hidden = hidden + rms_norm(branch, after_mlp, eps)
-        return rms_norm(hidden, self._norm, eps)
+        hidden, spec, ops, eps, turns = rows, self.spec, self._ops, self.spec.norm_eps, self._positions.at(positions)
+        normed = ops.rms_norm(hidden, self._layers[0].norms[0], eps)
+        for index, (layer, following) in enumerate(zip(self._layers, self._following, strict=True)):
+            _, after_attention, before_mlp, after_mlp = layer.norms
+            branch = attention(normed, layer, spec, turns, index, attend, ops)
+            hidden, normed = ops.add_norm(hidden, branch, "branch", after_attention, before_mlp, eps)
+            branch = mlp(normed, layer, ops)
+            hidden, normed = ops.add_norm(hidden, branch, "branch", after_mlp, following, eps)
+        return normed
 
     def gate(self, hidden: Tensor) -> Tensor:
         """Exit gate logits [rows], float32, of rows [rows, hidden] that finished a loop."""

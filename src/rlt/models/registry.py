@@ -14,6 +14,7 @@ from rlt.models import huginn, nanbeige, ouro
 from rlt.models.interface import LoopedModel
 from rlt.models.layers import ignorable
 from rlt.models.loader import check_tensors, checkpoint_bytes, load_tensors
+from rlt.models.ops import TORCH, Ops
 from rlt.models.spec import ModelSpec
 from rlt.progress import Progress
 
@@ -23,7 +24,7 @@ class Maths(NamedTuple):
 
     shapes: Callable[[ModelSpec], dict[str, tuple[int, ...]]]
     #: may take tensors out of the dict, which is not used afterwards
-    build: Callable[[ModelSpec, dict[str, Tensor]], LoopedModel]
+    build: Callable[[ModelSpec, dict[str, Tensor], Ops], LoopedModel]
     #: tensors that are read and compared, and take no memory afterwards
     derived: tuple[str, ...] = ()
 
@@ -42,15 +43,19 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    ops: Ops = TORCH,
     progress: Progress | None = None,
 ) -> LoopedModel:
-    """Load the checkpoint in `directory` to `device`. Raises `ModelError` when its tensors are not those of `spec`."""
+    """Load the checkpoint in `directory` to `device`; its layers compute with `ops`, which must run there.
+
+    Raises `ModelError` when its tensors are not those of `spec`.
+    """
     maths = MATHS[spec.family]
     tensors = load_tensors(
         directory, maths.shapes(spec), dtype=dtype, device=device, ignore=ignorable, progress=progress
     )
     try:
-        return maths.build(spec, tensors)
+        return maths.build(spec, tensors, ops)
     except ModelError as error:
         raise ModelError(f"{directory}: {error}") from error
 

@@ -18,7 +18,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from rlt.models import nanbeige, ouro
 from rlt.models.huginn import initial_state, rotate_pairs, stages, turn_table
-from rlt.models.layers import Layer, Positions, attention, mlp, rms_norm
+from rlt.models.layers import Layer, Positions, attention, mlp
+from rlt.models.ops import TORCH
 from rlt.models.spec import ModelSpec
 from rlt.synthetic.weights import Weights
 
@@ -95,7 +96,7 @@ class Stack:
         for loop in range(1, self._spec.loops + 1):
             for index in range(self._spec.layers):
                 hidden = self._layer(hidden, index)
-            hidden = rms_norm(hidden, self._files.read("model.norm.weight"), self._spec.norm_eps)
+            hidden = TORCH.rms_norm(hidden, self._files.read("model.norm.weight"), self._spec.norm_eps)
             seen(loop, hidden, lambda rows=hidden: rows)  # type: ignore[misc]
 
     def _layer(self, hidden: Tensor, index: int) -> Tensor:
@@ -106,12 +107,16 @@ class Stack:
 
         if spec.family == "ouro":
             before_attention, after_attention, before_mlp, after_mlp = layer.norms
-            branch = attention(rms_norm(hidden, before_attention, eps), layer, spec, self._turns, 0, attend)
-            hidden = hidden + rms_norm(branch, after_attention, eps)
-            return hidden + rms_norm(mlp(rms_norm(hidden, before_mlp, eps), layer), after_mlp, eps)
+            branch = attention(
+                TORCH.rms_norm(hidden, before_attention, eps), layer, spec, self._turns, 0, attend, TORCH
+            )
+            hidden = hidden + TORCH.rms_norm(branch, after_attention, eps)
+            return hidden + TORCH.rms_norm(mlp(TORCH.rms_norm(hidden, before_mlp, eps), layer, TORCH), after_mlp, eps)
         before_attention, before_mlp = layer.norms
-        hidden = hidden + attention(rms_norm(hidden, before_attention, eps), layer, spec, self._turns, 0, attend)
-        return hidden + mlp(rms_norm(hidden, before_mlp, eps), layer)
+        hidden = hidden + attention(
+            TORCH.rms_norm(hidden, before_attention, eps), layer, spec, self._turns, 0, attend, TORCH
+        )
+        return hidden + mlp(TORCH.rms_norm(hidden, before_mlp, eps), layer, TORCH)
 
     def _read(self, prefix: str) -> Layer:
         def read(name: str) -> Tensor:
@@ -151,7 +156,7 @@ class Recurrent:
 
     def _coda(self, state: Tensor) -> Tensor:
         norm, eps = self._files.read("transformer.ln_f.weight"), self._spec.norm_eps
-        return rms_norm(self._stage("coda", rms_norm(state, norm, eps)), norm, eps)
+        return TORCH.rms_norm(self._stage("coda", TORCH.rms_norm(state, norm, eps)), norm, eps)
 
     def _stage(self, stage: str, hidden: Tensor) -> Tensor:
         for index in range(stages(self._spec)[stage]):
@@ -162,7 +167,7 @@ class Recurrent:
         read, eps, count, size = self._files.read, self._spec.norm_eps, self._spec.heads, self._spec.head_dim
 
         def norm(number: int, rows: Tensor) -> Tensor:
-            return rms_norm(rows, read(f"{prefix}norm_{number}.weight"), eps)
+            return TORCH.rms_norm(rows, read(f"{prefix}norm_{number}.weight"), eps)
 
         heads = linear(norm(1, hidden), read(f"{prefix}attn.Wqkv.weight")).view(-1, 3 * count, size)
         bias = read(f"{prefix}attn.qk_bias").flatten(0, 2)
@@ -172,7 +177,7 @@ class Recurrent:
         matrices = read(f"{prefix}mlp.fc.weight"), read(f"{prefix}mlp.proj.weight")
         # An MLP's rows do not need the rest of a layer.
         layer = Layer(qkv=bias, out=bias, gate_up=matrices[0], down=matrices[1], norms=())
-        return norm(4, hidden + mlp(norm(3, hidden), layer))
+        return norm(4, hidden + mlp(norm(3, hidden), layer, TORCH))
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, sequences: int) -> Tensor:
