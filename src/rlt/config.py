@@ -7,20 +7,17 @@ only when it does something.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
-import math
 import re
-import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 from rlt.depth.table import MAX_THRESHOLD, RULES
 from rlt.errors import ConfigError
+from rlt.settings import check_value, converted, nearest, parse_assignment, read_toml, where_is
 from rlt.support import refusals
 
 LAYOUTS = r"last_exited|last_exited_copy|shared|last_step|cyclic:[1-9]\d{0,3}"
@@ -198,11 +195,11 @@ def load_config(
     problems: list[str] = []
     sources: list[tuple[Mapping[str, Any], str, str]] = []
     if path is not None:
-        sources.append((*_read_toml(path), str(path)))
+        sources.append((*read_toml(path), str(path)))
     if overrides is not None:
         sources.append((overrides, "", "config"))
     for text in assignments:
-        assignment = _parse_assignment(text, problems)
+        assignment = parse_assignment(text, problems)
         if assignment is not None:
             sources.append((assignment, "", f"--set {text}"))
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
@@ -217,47 +214,14 @@ def load_config(
     return config
 
 
-def _read_toml(path: Path) -> tuple[dict[str, Any], str]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        return tomllib.loads(text), text
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: is not UTF-8 text"]) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError([f"{path}: is not valid TOML: {error}"]) from error
-    except RecursionError as error:
-        raise ConfigError([f"{path}: is nested too deeply"]) from error
-
-
-def _parse_assignment(text: str, problems: list[str]) -> dict[str, Any] | None:
-    if len(text.splitlines()) > 1:
-        problems.append(f"--set {text!r}: must be one line; give --set once for each key")
-        return None
-    key, equals, literal = text.partition("=")
-    section, dot, name = key.strip().partition(".")
-    if not equals or not dot or not name:
-        problems.append(f"--set {text}: expected section.key=value")
-        return None
-    try:
-        value = tomllib.loads(f"value = {literal}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = literal.strip()
-    except RecursionError:
-        problems.append(f"--set {section}.{name}: is nested too deeply")
-        return None
-    return {section: {name: value}}
-
-
 def _merge(
     tree: Mapping[str, Any], toml_text: str, origin: str, values: dict[str, dict[str, Any]], problems: list[str]
 ) -> None:
     for section, entries in tree.items():
         cls = SECTIONS.get(section)
-        where = _where(origin, toml_text, section, None)
+        where = where_is(origin, toml_text, section, None)
         if cls is None:
-            problems.append(f"{where}: unknown section [{section}]{_nearest(section, SECTIONS)}")
+            problems.append(f"{where}: unknown section [{section}]{nearest(section, SECTIONS)}")
             continue
         if not isinstance(entries, Mapping):
             problems.append(f"{where}: [{section}] must be a table")
@@ -265,91 +229,15 @@ def _merge(
         fields = {f.name: f for f in dataclasses.fields(cls)}
         hints = typing.get_type_hints(cls)
         for name, value in entries.items():
-            where = _where(origin, toml_text, section, name)
+            where = where_is(origin, toml_text, section, name)
             if name not in fields:
-                problems.append(f"{where}: unknown key {section}.{name}{_nearest(name, fields)}")
+                problems.append(f"{where}: unknown key {section}.{name}{nearest(name, fields)}")
                 continue
-            problem = _check_value(value, hints[name], fields[name].metadata)
+            problem = check_value(value, hints[name], fields[name].metadata)
             if problem:
                 problems.append(f"{where}: {section}.{name} {problem}")
                 continue
-            values[section][name] = _converted(value, hints[name])
-
-
-def _converted(value: Any, hint: Any) -> Any:
-    """A checked value as the field has it: TOML has no tuples, and writes whole numbers without a point."""
-    if isinstance(value, list):
-        return tuple(value)
-    return float(value) if hint in (float, float | None) and value is not None else value
-
-
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
-
-
-def _where(origin: str, toml_text: str, section: str, key: str | None) -> str:
-    """`file:line` of a key, found by reading the text, since tomllib keeps no positions."""
-    if not toml_text:
-        return origin
-    current = ""
-    for number, line in enumerate(toml_text.splitlines(), 1):
-        header = re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line)
-        if header:
-            current = header.group(1).strip("\"'")
-            if key is None and current == section:
-                return f"{origin}:{number}"
-            continue
-        name = re.match(r"\s*([A-Za-z0-9_.\"'-]+)\s*=", line)
-        if name is None:
-            continue
-        full = name.group(1).replace('"', "").replace("'", "")
-        path = f"{current}.{full}" if current else full
-        if path == f"{section}.{key}" or (key is None and path.split(".")[0] == section) or path == section:
-            return f"{origin}:{number}"
-    return origin
-
-
-def _check_value(value: Any, hint: Any, bounds: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with `value` for a field of type `hint`, or None."""
-    if "entries" in bounds:
-        return _check_entries(value, *bounds["entries"])
-    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if value is None and type(None) in options:
-        return None
-    for option in options:
-        if typing.get_origin(option) is Literal or "choices" in bounds:
-            choices = bounds.get("choices") or typing.get_args(option)
-            return None if value in choices else f"must be one of {', '.join(map(repr, choices))}, got {value!r}"
-        if option is type(None):
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        accepted = number if option is float else isinstance(value, option) and not (option is int and value is True)
-        if option is int and isinstance(value, bool):
-            accepted = False
-        if not accepted:
-            names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-            return f"must be {names.get(option, option.__name__)}, got {value!r}"
-        if option is str and not value.strip():
-            return "must not be empty"
-        if number and not math.isfinite(value):
-            return f"must be finite, got {value}"
-        pattern = bounds.get("pattern")
-        if pattern is not None and not re.fullmatch(pattern, value):
-            return f"must match {pattern}, got {value!r}"
-        low, high = bounds.get("low"), bounds.get("high")
-        if number and low is not None and not (low <= value and (high is None or value <= high)):
-            limits = f"at least {low}" if high is None else f"between {low} and {high}"
-            return f"must be {limits}, got {value}"
-    return None
-
-
-def _check_entries(value: Any, pattern: str, words: str) -> str | None:
-    """The same for a list of texts. The value is not repeated: it may be a key."""
-    if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
-        return 'must be a list of texts, e.g. ["a", "b"]'
-    wrong = next((number for number, entry in enumerate(value, 1) if not re.fullmatch(pattern, entry)), None)
-    return None if wrong is None else f"entry {wrong} must be {words}"
+            values[section][name] = converted(value, hints[name])
 
 
 def _check_together(config: Config, problems: list[str]) -> None:
