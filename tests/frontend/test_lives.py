@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from frontend.harness import Added, Served, error_of, events, served, until
+from rltd.frontend.job import Failure
 
 
 async def _streams(server: Served, count: int) -> list[asyncio.Task[Any]]:
@@ -58,6 +59,42 @@ async def test_death_of_a_process_ends_its_requests_once(role: Any) -> None:
         server.up(role)
         assert (await server.http.get("/health")).status_code == 200
         assert (await server.complete()).status_code == 200
+
+
+async def test_an_operator_ends_one_answer_with_all_its_choices() -> None:
+    async with served(hold=True) as server:
+        (other,) = await _streams(server, 1)
+        stream = asyncio.create_task(server.complete(stream=True, n=2))
+        _, *added = await server.backend.wait_added(3)
+        answer_id = added[0].id.removesuffix("-0")
+        server.backend.deliver(added[1], text="b", token_ids=(1,), depths=(1,))
+        await asyncio.sleep(0.01)
+        failure = Failure("somebody stopped it", "aborted")
+        assert server.client.end_answer(answer_id[:-1], failure) == 0
+        assert server.client.end_answer(answer_id, failure) == 2
+        assert server.client.end_answer(answer_id, failure) == 0
+        server.backend.deliver(added[1], text="late", finish_reason="stop")
+        first, last = events((await stream).text)
+        assert (first["id"], first["choices"][0]["text"]) == (answer_id, "b")
+        assert last["error"] == {
+            "message": "somebody stopped it",
+            "type": "server_error",
+            "param": None,
+            "code": "aborted",
+        }
+        assert server.backend.aborted == [one.id for one in added]
+        assert server.client.active == 1
+        server.backend.deliver(server.backend.added[0], finish_reason="length")
+        assert "error" not in events((await other).text)[-1]
+
+
+async def test_an_operator_ends_an_answer_that_is_no_stream() -> None:
+    async with served(hold=True) as server:
+        whole = asyncio.create_task(server.chat())
+        (added,) = await server.backend.wait_added()
+        assert server.client.end_answer(added.id.removesuffix("-0"), Failure("somebody stopped it", "aborted")) == 1
+        response = await whole
+        assert (response.status_code, error_of(response)["code"]) == (500, "aborted")
 
 
 async def test_a_successor_without_a_death_notice_ends_the_old_requests() -> None:

@@ -19,7 +19,8 @@ from starlette.types import ASGIApp
 
 from rlt import __version__
 from rlt.config import ServerConfig
-from rlt_protocols.openai import GenerationRequest, ModelCard, ModelList, VersionBody
+from rlt_protocols.answers import ModelCard, ModelList, VersionBody
+from rlt_protocols.openai import GenerationRequest
 from rlt_protocols.params import ModelInfo
 from rltd.frontend.access import guarded
 from rltd.frontend.answer import JobAnswer

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 from starlette.responses import Response
 
-from rlt_protocols.openai import ErrorBody, ErrorDetail
+from rlt_protocols.answers import ErrorBody, ErrorDetail
 
 JSON = "application/json"
 #: Most characters of a name that an error repeats.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from rlt_protocols.openai import AlternativeLogprob, ChatLogprob, ChatLogprobs, CompletionLogprobs
+from rlt_protocols.answers import AlternativeLogprob, ChatLogprob, ChatLogprobs, CompletionLogprobs
 from rlt_protocols.text import Candidate, SpelledLogprob
 
 #: what JSON gets for minus infinity, which it cannot write

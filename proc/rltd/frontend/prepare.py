@@ -15,13 +15,12 @@ from rlt.text.reasoning import ReasoningSetting, begin_of, reasoning_mode
 from rlt.text.tags import THINK_END
 from rlt.text.tokenizer import Tokenizer, TokenizerError
 from rlt.text.toolcalls import CallStyle, ToolsError, call_style
+from rlt_protocols.answers import Detokenized, Tokenized
 from rlt_protocols.openai import (
     ChatRequest,
     CompletionRequest,
-    Detokenized,
     DetokenizeRequest,
     GenerationRequest,
-    Tokenized,
     TokenizeRequest,
     Tool,
 )

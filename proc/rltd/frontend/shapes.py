@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from rlt.text.parts import AnswerForm, AnswerParts, Parts
 from rlt.text.toolcalls import ToolCall as FoundCall
-from rlt_protocols.openai import (
+from rlt_protocols.answers import (
     Answer,
     ChatChoice,
     ChatChunkChoice,
@@ -24,14 +24,12 @@ from rlt_protocols.openai import (
     CompletionLogprobs,
     CompletionTokensDetails,
     Delta,
-    FunctionCall,
-    GenerationRequest,
     LoopUsage,
     PromptTokensDetails,
-    ToolCall,
     ToolCallDelta,
     Usage,
 )
+from rlt_protocols.openai import FunctionCall, GenerationRequest, ToolCall
 from rlt_protocols.text import SpelledLogprob
 from rltd.frontend.job import Choice, Job, Update
 from rltd.frontend.logprobs import TextOffsets, chat_logprobs, completion_logprobs
