@@ -86,13 +86,14 @@ def plan_memory(config: Config, directory: Path, spec: ModelSpec) -> MemoryPlan:
     from rlt.engine import choose_device, choose_dtype
     from rlt.exec.memory import page_bytes, plan_pages
     from rlt.kv.layout import parse_layout
-    from rlt.models.registry import check_model
+    from rlt.models.registry import check_model, model_bytes
     from rlt.support import check_model_settings
 
     check_model_settings(config, spec)
     device = choose_device(config.engine.device)
     dtype = choose_dtype(config.model.dtype, device)
-    weights = check_model(directory, spec, dtype)
+    dummy = config.model.load_format == "dummy"
+    weights = model_bytes(spec, dtype) if dummy else check_model(directory, spec, dtype)
     one_page = page_bytes(spec, config.kv.page_size, dtype)
     pages = plan_pages(config.kv, spec, dtype, device, not_loaded_bytes=weights)
     layout = parse_layout(config.kv.layout, spec.outer_lists)

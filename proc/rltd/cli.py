@@ -88,7 +88,7 @@ def check(
 
     try:
         resolved = _load(config, {"model": {"path": model}, "engine": {"device": device}}, assignments, debug)
-        directory = resolve_model(resolved.model.path, resolved.model.revision)
+        directory = resolve_model(resolved.model.path, resolved.model.revision, resolved.model.load_format)
         spec = read_spec(directory)
         check_listen(resolved.server)
         check_text(resolved, directory)

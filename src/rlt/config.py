@@ -91,6 +91,8 @@ class ModelConfig:
     served_name: str | None = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     revision: str | None = None
+    #: "dummy": only config.json and the text files are read, and random weights are made
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
     max_model_len: int | None = field(default=None, metadata=_at_least(2))
     #: a file with a Jinja chat template that replaces the checkpoint's
     chat_template: str | None = None

@@ -36,6 +36,7 @@ from rlt.sched.policy import Policy
 from rlt.sched.scheduler import Scheduler
 from rlt.sched.supply import PageSupply
 from rlt.support import check_model_settings, exit_rule
+from rlt.synthetic.dummy import dummy_model
 from rlt_protocols.engine import EngineStats
 from rlt_protocols.params import MAX_STOP_TOKEN_IDS, ModelInfo, ResolvedParams, check_token_ids
 from rlt_protocols.text import Tokens
@@ -50,14 +51,17 @@ class Engine:
     def __init__(self, config: Config, progress: Progress | None = None) -> None:
         # One core is left to the other processes: a thread that waits for its turn stalls all threads of a tick.
         torch.set_num_threads(config.engine.cpu_threads or max(1, (os.cpu_count() or 1) - 1))
-        directory = resolve_model(config.model.path, config.model.revision)
+        directory = resolve_model(config.model.path, config.model.revision, config.model.load_format)
         spec = read_spec(directory)
         check_model_settings(config, spec)
         device = choose_device(config.engine.device)
         dtype = choose_dtype(config.model.dtype, device)
         attention = choose_backend("engine.attention", config.engine.attention, device, dtype)
         ops = choose_ops(config.engine.kernels, device, dtype)
-        model = load_model(directory, spec, dtype=dtype, device=device, ops=ops, progress=progress)
+        if config.model.load_format == "dummy":
+            model = dummy_model(spec, dtype=dtype, device=device, ops=ops, progress=progress)
+        else:
+            model = load_model(directory, spec, dtype=dtype, device=device, ops=ops, progress=progress)
         layout = parse_layout(config.kv.layout, spec.outer_lists)
         size, rule = config.kv.page_size, exit_rule(config, spec.family)
         pages = plan_pages(config.kv, spec, dtype, device)
@@ -92,7 +96,8 @@ class Engine:
         #: ticks whose results may be unread when the next one is submitted
         self._max_lag = int(asynchronous)
         page_pool = PagePool(pages)
-        prefix = PrefixCache(page_pool, size, fingerprint(directory), layout.name) if config.kv.prefix_cache else None
+        weights = fingerprint(directory, config.model.load_format)
+        prefix = PrefixCache(page_pool, size, weights, layout.name) if config.kv.prefix_cache else None
         self.scheduler = Scheduler(
             Policy(
                 max_seqs=engine.max_seqs,

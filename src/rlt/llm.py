@@ -99,7 +99,8 @@ class LLM:
                 tree.setdefault(section, {})[key] = value
         self._config = load_config(overrides=tree)
         self.engine = Engine(self._config, progress)
-        self._tokenizer = load_tokenizer(resolve_model(self._config.model.path, self._config.model.revision))
+        opened = self._config.model
+        self._tokenizer = load_tokenizer(resolve_model(opened.path, opened.revision, opened.load_format))
         self._count = 0
         self._open: dict[str, _Open] = {}
 

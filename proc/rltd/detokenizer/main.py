@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     configure_logging(link.config.log, "detokenizer")
     try:
-        directory = resolve_model(link.config.model.path, link.config.model.revision)
+        model = link.config.model
+        directory = resolve_model(model.path, model.revision, model.load_format)
         tokenizer = load_tokenizer(directory)
     except RltError as error:
         link.fatal(str(error), usage=True)

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def load_preparer(config: Config) -> Preparer:
     """Read the model's tokenizer and chat template. Raises `ModelError`."""
-    directory = resolve_model(config.model.path, config.model.revision)
+    directory = resolve_model(config.model.path, config.model.revision, config.model.load_format)
     override = Path(config.model.chat_template) if config.model.chat_template is not None else None
     template = load_chat_template(directory, override)
     check_thinking(config.model.enable_thinking, template)

@@ -42,7 +42,7 @@ class LlmAnswerer:
         self._llm = llm
         self._config: dict[str, Any] = llm.settings()
         model = self._config["model"]
-        directory = resolve_model(model["path"], model["revision"])
+        directory = resolve_model(model["path"], model["revision"], model["load_format"])
         tokenizer = load_tokenizer(directory)
         if tokenizer is None:
             raise ConfigError([f"--model: {model['path']} has no tokenizer, so it cannot be asked in words"])

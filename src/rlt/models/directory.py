@@ -22,24 +22,24 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth")
 
 
-def resolve_model(path: str, revision: str | None = None) -> Path:
+def resolve_model(path: str, revision: str | None = None, load_format: str = "safetensors") -> Path:
     """The local directory of the model that `path` names, with a config.json and weights in it.
 
     `path` is a built-in name, a directory, or a Hub id (`org/name`, fetched into the Hub's own cache; `revision` is a
-    branch, tag or commit there). A built-in name wins over a directory of that name, which `./name` reaches. Raises
-    `ModelError`.
+    branch, tag or commit there). A built-in name wins over a directory of that name, which `./name` reaches. With
+    `load_format` "dummy" it needs no weights. Raises `ModelError`.
     """
     if path in BUILT_IN:
         _refuse_revision(path, revision, "is built in")
-        return _checked(ASSETS / path)
+        return _checked(ASSETS / path, load_format)
     local = Path(path).expanduser()
     if local.exists():
         if not local.is_dir():
             raise ModelError(f"{path}: is a file; name the directory that holds {CONFIG_FILE} and the weights")
         _refuse_revision(path, revision, "is a local directory")
-        return _checked(local)
+        return _checked(local, load_format)
     if _HUB_ID.fullmatch(path):
-        return _checked(_download(path, revision))
+        return _checked(_download(path, revision, load_format), load_format)
     raise ModelError(
         f"{path}: no such directory, and not a built-in model ({', '.join(BUILT_IN)}) or a Hub id (org/name) either"
     )
@@ -103,10 +103,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _checked(directory: Path) -> Path:
+def _checked(directory: Path, load_format: str) -> Path:
     if not (directory / CONFIG_FILE).is_file():
         raise ModelError(f"{directory}: has no {CONFIG_FILE}; name a directory that holds a whole checkpoint")
-    weight_files(directory)
+    if load_format != "dummy":
+        weight_files(directory)
     return directory
 
 
@@ -115,7 +116,7 @@ def _refuse_revision(path: str, revision: str | None, what: str) -> None:
         raise ModelError(f"{path}: {what}, so revision {revision!r} means nothing; leave model.revision out")
 
 
-def _download(repo: str, revision: str | None) -> Path:
+def _download(repo: str, revision: str | None, load_format: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -130,7 +131,8 @@ def _download(repo: str, revision: str | None) -> Path:
     transport_error: type[Exception] = HfHubHTTPError.__bases__[0]
     where = repo if revision is None else f"{repo} at revision {revision}"
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES))
+        files = [pattern for pattern in _HUB_FILES if load_format != "dummy" or "safetensors" not in pattern]
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=files))
     except HFValidationError as error:
         raise ModelError(f"{where}: no such directory, and not a Hub id (org/name) either") from error
     except GatedRepoError as error:

@@ -65,7 +65,12 @@ def check_model(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> int:
 
     What is only compared while loading is not counted. Raises `ModelError`.
     """
+    check_tensors(directory, MATHS[spec.family].shapes(spec), ignore=ignorable)
+    return model_bytes(spec, dtype)
+
+
+def model_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of the weights as `dtype`, by their shapes; what is only compared while loading is not counted."""
     maths = MATHS[spec.family]
     shapes = maths.shapes(spec)
-    check_tensors(directory, shapes, ignore=ignorable)
     return checkpoint_bytes({name: shape for name, shape in shapes.items() if name not in maths.derived}, dtype)

@@ -32,8 +32,6 @@ NOTES_FILE = "synthetic.json"
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-#: the branches' scale when no agreement is asked for
-PLAIN_SCALE = {"ouro": 1.0, "nanbeige": 1.0, "huginn": 0.25}
 
 #: passes that take longer than this many seconds are announced
 LONG_PASS_S = 10.0
@@ -111,7 +109,6 @@ def _make(job: Job, device: torch.device, progress: Progress, announce: Announce
         config["early_exit_threshold"] = EXIT_THRESHOLD
     spec = read_config(config)
     weights = Weights(spec, job.seed)
-    weights.scale = PLAIN_SCALE[spec.family]
     disk_dtype = _DTYPES[job.dtype]
     parts = split(entries(weights, disk_dtype), weights.is_late)
     files = {file_name(index, len(parts)): part for index, part in enumerate(parts)}
