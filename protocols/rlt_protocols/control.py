@@ -10,6 +10,7 @@ from rlt_protocols.codec import Decoder
 from rlt_protocols.params import ModelInfo
 
 Role = Literal["frontend", "engine", "detokenizer"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -99,18 +100,78 @@ class StatusReply(msgspec.Struct, frozen=True, tag="status"):
     values: dict[str, float | str | dict[str, float]]
 
 
-FromChild = Hello | Ready | Progress | Fatal | Drained | StatusReply
-ToChild = Welcome | Refused | PeerUp | PeerDown | Drain | Stop | StatusQuery
+class AbortAnswer(msgspec.Struct, frozen=True, tag="abort-answer"):
+    """Frontend: end the HTTP answer `answer_id`, all its choices, with an error event, then say `Done`."""
+
+    query: int
+    answer_id: str
+
+
+class ResetCache(msgspec.Struct, frozen=True, tag="reset-cache"):
+    """Engine: between two ticks, drop the blocks of the prefix cache that no request reads, then say `Done`."""
+
+    query: int
+
+
+class SetLogLevel(msgspec.Struct, frozen=True, tag="log-level"):
+    """Log from now on at this level. The link itself carries it out, also while the process is busy."""
+
+    level: LogLevel
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """A command was carried out, on `count` choices (`AbortAnswer`) or pages (`ResetCache`)."""
+
+    query: int
+    count: int
+
+
+FromChild = Hello | Ready | Progress | Fatal | Drained | StatusReply | Done
+ToChild = Welcome | Refused | PeerUp | PeerDown | Drain | Stop | StatusQuery | AbortAnswer | ResetCache | SetLogLevel
 from_child: Decoder[FromChild] = Decoder(FromChild)
 to_child: Decoder[ToChild] = Decoder(ToChild)
 
 
-class ControlRequest(msgspec.Struct, frozen=True, tag="request"):
-    """One command on the control socket, e.g. `status` or `drain`."""
+class StatusCommand(msgspec.Struct, frozen=True, tag="status"):
+    """Tell what the processes do."""
+
+
+class DrainCommand(msgspec.Struct, frozen=True, tag="drain"):
+    """Drain and stop the daemon. `timeout_s` None is the configured limit."""
+
+    timeout_s: float | None = None
+
+
+class AbortCommand(msgspec.Struct, frozen=True, tag="abort"):
+    """End the running HTTP answer with this id."""
+
+    answer_id: str
+
+
+class CacheResetCommand(msgspec.Struct, frozen=True, tag="cache-reset"):
+    """Empty the prefix cache of every engine, as far as no request reads it."""
+
+
+class LogLevelCommand(msgspec.Struct, frozen=True, tag="log-level"):
+    """Set the log level of all processes, restarted ones included, until the daemon ends."""
+
+    level: LogLevel
+
+
+Command = StatusCommand | DrainCommand | AbortCommand | CacheResetCommand | LogLevelCommand
+
+
+class ControlVersion(msgspec.Struct, frozen=True, tag="request"):
+    """The part of a `ControlRequest` that every version of the protocol has; decoded first."""
 
     protocol: int
-    command: Literal["status", "drain"]
-    timeout_s: float | None = None
+
+
+class ControlRequest(msgspec.Struct, frozen=True, tag="request"):
+    """One command on the control socket."""
+
+    protocol: int
+    command: Command
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
@@ -128,7 +189,13 @@ class ControlReply(msgspec.Struct, frozen=True, tag="reply"):
     requests: dict[str, int] = {}
     kv: dict[str, int] = {}
     loops_per_token: float | None = None
+    #: generated since the engines started, and the loops executed for them
+    tokens: int = 0
+    token_loops: int = 0
+    #: choices that an abort ended, pages that a cache reset freed
+    count: int = 0
 
 
+control_version: Decoder[ControlVersion] = Decoder(ControlVersion)
 control_request: Decoder[ControlRequest] = Decoder(ControlRequest)
 control_reply: Decoder[ControlReply] = Decoder(ControlReply)

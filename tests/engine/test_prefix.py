@@ -471,3 +471,64 @@ def test_check_integrity_sees_a_lost_reader_a_foreign_tail_and_a_page_held_twice
     second.pages[0] = first.pages[0]
     with pytest.raises(AssertionError, match="held twice"):
         cache.check_integrity(everyone, {})
+
+
+def test_a_reset_leaves_what_is_read_and_what_is_above_it():
+    cache, trunk = filled([1, 2, 3, 4])
+    leaf = fill_below(cache, [1, 2, 3, 4, 5, 6])
+    other = fill(cache, [9, 9])
+    leave(cache, [trunk[1], leaf, *other])
+    assert (cache.reset(), cache.pages_held) == (6, 2)
+    assert cache.match(cache.chain([1, 2, 3, 4, 5], 2, None)) == [trunk[0]]
+    cache.check_integrity({trunk[0]: 1}, {})
+    leave(cache, [trunk[0]])
+    assert (cache.reset(), cache.reset(), cache.pages_held) == (2, 0, 0)
+
+
+def fill_below(cache: PrefixCache, prompt: list[int]) -> Block:
+    """Insert the last block of `prompt` below those that are there."""
+    chain = cache.chain(prompt, 2, None)
+    block = cache.insert(chain, len(chain.keys) - 1, cache._pool.allocate(2))
+    assert block is not None
+    return block
+
+
+def run_to_the_end(engine, outputs: dict[str, list]) -> None:
+    while engine.has_work:
+        for tokens in engine.step():
+            outputs.setdefault(tokens.request_id, []).append(tokens)
+
+
+def test_an_engine_resets_its_cache_between_two_ticks_of_a_request(make_engine):
+    from rlt_protocols.params import SamplingParams, resolve
+
+    engine = make_engine(kv={"page_size": 4})
+    prompt = [5, 9, 3, 7, 8, 4, 6, 2, 11]
+    params = resolve(
+        SamplingParams(max_tokens=12, temperature=0, ignore_eos=True), engine.info, len(prompt), random_seed=0
+    )
+    outputs: dict[str, list] = {}
+    engine.add("first", prompt, params)
+    run_to_the_end(engine, outputs)
+    cached = engine.stats().kv_pages["cached"]
+    assert cached > 0
+    engine.add("reader", prompt, params)
+    outputs["reader"] = [*engine.step(), *engine.step()]
+    assert engine.stats().running == 1
+    held = cached - engine.reset_prefix_cache()
+    # Of a running request's blocks only pages that it does not read any more may go.
+    assert 0 < held == engine.stats().kv_pages["cached"]
+    run_to_the_end(engine, outputs)
+    first, reader = ([t for o in outputs[name] for t in o.token_ids] for name in ("first", "reader"))
+    assert first == reader
+    assert outputs["reader"][0].cached_tokens == 8
+    assert engine.reset_prefix_cache() > 0
+    engine.check_integrity()
+    assert engine.stats().kv_pages == {"free": 800, "used": 0, "cached": 0}
+    engine.add("after", prompt, params)
+    run_to_the_end(engine, outputs)
+    assert outputs["after"][0].cached_tokens == 0
+
+
+def test_an_engine_without_a_prefix_cache_has_nothing_to_reset(make_engine):
+    assert make_engine(kv={"prefix_cache": False}).reset_prefix_cache() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -24,6 +25,7 @@ from rlt_protocols.control import (
     Progress,
     Ready,
     Refused,
+    SetLogLevel,
     StatusQuery,
     StatusReply,
     Stop,
@@ -93,6 +95,26 @@ def test_orders_that_came_before_the_watch_come_first() -> None:
         send(supervisor, *late)
         assert [orders.get(timeout=10) for _ in range(4)] == [*early, *late]
         link.close()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_the_link_itself_sets_the_log_level(early: bool) -> None:
+    root = logging.getLogger()
+    before = root.level
+    link, supervisor = connect(lambda sock: send(sock, WELCOME))
+    with supervisor:
+        orders: SimpleQueue[Order] = SimpleQueue()
+        if not early:
+            link.watch(orders.put)
+        try:
+            send(supervisor, SetLogLevel("error"), StatusQuery(1))
+            if early:
+                link.watch(orders.put)
+            assert orders.get(timeout=10) == StatusQuery(1)
+            assert root.level == logging.ERROR
+        finally:
+            link.close()
+            root.setLevel(before)
 
 
 def test_nothing_follows_a_stop() -> None:

@@ -15,7 +15,7 @@ import zmq
 
 from proc.fakes.fake_engine import INFO, FakeEngine
 from rlt_protocols.codec import encode, pack_ids
-from rlt_protocols.control import PeerDown, PeerUp, StatusQuery, StatusReply, Stop
+from rlt_protocols.control import AbortAnswer, Done, PeerDown, PeerUp, ResetCache, StatusQuery, StatusReply, Stop
 from rlt_protocols.engine import AbortRequest, AddRequest, EngineStats, Route
 from rlt_protocols.params import ResolvedParams
 from rlt_protocols.text import CloseText, OpenText, TokenBatch, Tokens, detokenizer_inbox, frontend_inbox
@@ -215,6 +215,27 @@ def test_a_status_query_is_answered_and_takes_no_tick_times_from_the_frontend() 
     assert answer == ToSupervisor(StatusReply(9, values))
     assert isinstance(report, ToFrontend)
     assert len(report.stats.tick_seconds) == 4
+
+
+def test_a_cache_reset_waits_for_the_end_of_the_tick() -> None:
+    gate = threading.Semaphore(0)
+    with running(gate) as bench:
+        bench.commands.put(new("a", tokens=50))
+        assert bench.engine.stepping.wait(WAIT_S)
+        bench.commands.put(AbortAnswer(3, "for frontends"))
+        bench.commands.put(ResetCache(4))
+        gate.release()
+        assert bench.next(ToSupervisor) == ToSupervisor(Done(4, 6))
+        assert bench.engine.ticks == 1
+
+
+def test_an_idle_engine_resets_its_cache_at_once_and_tells_the_frontend() -> None:
+    with running() as bench:
+        bench.commands.put(PeerUp("frontend", 0, 1))
+        bench.next(ToFrontend)
+        bench.commands.put(ResetCache(4))
+        assert bench.next(ToSupervisor) == ToSupervisor(Done(4, 6))
+        bench.next(ToFrontend)
 
 
 def test_a_failing_tick_leaves_the_loop() -> None:

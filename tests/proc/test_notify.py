@@ -28,7 +28,7 @@ def test_ready_watchdog_and_stopping(daemon: Callable[..., Running], short_dir: 
         manager.settimeout(20)
         run = daemon(env={"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": "200000"})
         start = collect(manager, "READY=1")
-        assert any("STATUS=loading weights (50%)" in message for message in start)
+        assert any("STATUS=loading model.safetensors (50%)" in message for message in start)
         run.ready()
         collect(manager, "WATCHDOG=1")
         os.kill(run.pid("detokenizer"), signal.SIGKILL)

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from rlt.errors import RltError
-from rlt_protocols.control import Drain, PeerDown, PeerUp, StatusQuery, StatusReply, Stop
+from rlt_protocols.control import AbortAnswer, Done, Drain, PeerDown, PeerUp, ResetCache, StatusQuery, StatusReply, Stop
 from rlt_protocols.engine import AbortRequest, AddRequest, EngineStats, Route
 from rlt_protocols.params import ModelInfo, ParamError, ResolvedParams
 from rlt_protocols.text import CloseText, OpenText, TokenBatch, Tokens, open_text
@@ -36,6 +36,7 @@ class EngineLike(Protocol):
     def has_work(self) -> bool: ...
     def add(self, request_id: str, prompt: list[int], params: ResolvedParams) -> None: ...
     def abort(self, request_id: str) -> bool: ...
+    def reset_prefix_cache(self) -> int: ...
     def step(self) -> list[Tokens]: ...
     def stats(self) -> EngineStats: ...
     def check_integrity(self) -> None: ...
@@ -66,7 +67,7 @@ class ToFrontend:
 
 @dataclass(frozen=True, slots=True)
 class ToSupervisor:
-    reply: StatusReply
+    reply: StatusReply | Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +164,14 @@ class EngineCore:
                 self._peer_down(Peer(role, index, generation))
             case StatusQuery(query):
                 self._emit(ToSupervisor(self._status(query)))
+            case ResetCache(query):
+                pages = self._engine.reset_prefix_cache()
+                log.info("the prefix cache was reset: %d pages freed", pages)
+                self._emit(ToSupervisor(Done(query, pages)))
+                self._changed = True
             case Stop():
                 self._stopped = True
-            case Drain():
+            case Drain() | AbortAnswer():
                 pass
 
     def _add(self, header: AddRequest, prompt: list[int]) -> None:

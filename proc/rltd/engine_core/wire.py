@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import zmq
 
 from rlt_protocols.codec import ProtocolError, encode, unpack_ids
-from rlt_protocols.control import StatusReply
+from rlt_protocols.control import Done, StatusReply
 from rlt_protocols.engine import AbortRequest, AddRequest, engine_inbox
 from rltd.engine_core.core import Command, Forget, Meet, NewRequest, Outgoing, ToDetokenizer, ToFrontend, ToSupervisor
 from rltd.link.address import Peer
@@ -33,7 +33,7 @@ class EngineWire:
     """Binds the inbox and moves messages between it, the command queue and the other processes' inboxes."""
 
     def __init__(
-        self, run_dir: str, peer: Peer, commands: SimpleQueue[Command], report: Callable[[StatusReply], None]
+        self, run_dir: str, peer: Peer, commands: SimpleQueue[Command], report: Callable[[StatusReply | Done], None]
     ) -> None:
         self._context = zmq.Context()
         self._run_dir = run_dir

@@ -119,6 +119,12 @@ class EngineClient:
         """End what is still running of a job with an error."""
         self._fail([choice for choice in job.choices if choice.running], failure)
 
+    def end_answer(self, answer_id: str, failure: Failure) -> int:
+        """End what is still running of the answer with this id, with an error; returns how many choices that was."""
+        running = [choice for choice in self._choices.values() if choice.job.id == answer_id]
+        self._fail(running, failure)
+        return len(running)
+
     def on_text(self, batch: TextBatch) -> None:
         now_s = time.monotonic()
         for delta in batch.items:

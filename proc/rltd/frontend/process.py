@@ -7,7 +7,18 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from rlt_protocols.control import Drain, Drained, FromChild, PeerDown, PeerUp, StatusQuery, StatusReply, Stop
+from rlt_protocols.control import (
+    AbortAnswer,
+    Done,
+    Drain,
+    Drained,
+    FromChild,
+    PeerDown,
+    PeerUp,
+    StatusQuery,
+    StatusReply,
+    Stop,
+)
 from rlt_protocols.engine import EngineStats
 from rlt_protocols.text import FrontendInbox
 from rltd.frontend.engine_client import EngineClient
@@ -15,6 +26,9 @@ from rltd.frontend.job import Failure
 from rltd.link.child import Order
 
 log = logging.getLogger(__name__)
+
+#: What the client of an answer is told that `rltctl abort` ended.
+ABORTED = Failure("the operator of the server aborted this request", "aborted")
 
 
 class Frontend:
@@ -47,6 +61,8 @@ class Frontend:
                 self._client.on_peer_down(order)
             case StatusQuery(query):
                 self._report(StatusReply(query, {"active": float(self._client.active)}))
+            case AbortAnswer(query, answer_id):
+                self._report(Done(query, self._client.end_answer(answer_id, ABORTED)))
             case Drain(timeout_s):
                 if self._draining is None:
                     self._draining = asyncio.create_task(self._drain(timeout_s))

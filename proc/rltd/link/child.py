@@ -20,6 +20,7 @@ from rlt.config import Config
 from rlt_protocols import PROTOCOL_VERSION
 from rlt_protocols.codec import ProtocolError, encode
 from rlt_protocols.control import (
+    AbortAnswer,
     Drain,
     Fatal,
     FromChild,
@@ -28,7 +29,9 @@ from rlt_protocols.control import (
     PeerUp,
     Ready,
     Refused,
+    ResetCache,
     Role,
+    SetLogLevel,
     StatusQuery,
     Stop,
     Welcome,
@@ -41,7 +44,7 @@ from rltd.link.framing import FramingError, frame, read_frame
 log = logging.getLogger(__name__)
 
 #: What a handler given to `ChildLink.watch` can receive.
-Order = PeerUp | PeerDown | Drain | Stop | StatusQuery
+Order = PeerUp | PeerDown | Drain | Stop | StatusQuery | AbortAnswer | ResetCache
 
 
 class LinkError(Exception):
@@ -145,6 +148,9 @@ class ChildLink:
         while (order := _receive(self._sock)) is not None:
             if isinstance(order, Welcome | Refused):
                 raise ProtocolError(f"unexpected {type(order).__name__}")
+            if isinstance(order, SetLogLevel):
+                logging.getLogger().setLevel(order.level.upper())
+                continue
             with self._watch_lock:
                 if self._handler is None:
                     self._backlog.append(order)
@@ -159,6 +165,6 @@ class ChildLink:
         os._exit(1)
 
 
-def _receive(sock: socket.socket) -> Welcome | Refused | Order | None:
+def _receive(sock: socket.socket) -> Welcome | Refused | SetLogLevel | Order | None:
     data = read_frame(sock)
     return None if data is None else to_child.decode(data)

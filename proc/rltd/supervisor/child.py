@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 
 from rlt_protocols.codec import ProtocolError, encode
-from rlt_protocols.control import FromChild, StatusQuery, StatusReply, ToChild, from_child
+from rlt_protocols.control import Done, FromChild, StatusQuery, StatusReply, ToChild, from_child
 from rlt_protocols.params import ModelInfo
 from rltd.link.address import Peer
 from rltd.link.framing import FramingError, frame, read_frame_async
@@ -33,6 +33,8 @@ class Child:
         self.pid = process.pid
         self.exited = asyncio.Event()
         self.drained = asyncio.Event()
+        #: it has its `Welcome`, which must be the first message
+        self.welcomed = False
         self.info: ModelInfo | None = None
         self.device = ""
         #: monotonic time of `Ready`; None before
@@ -45,7 +47,7 @@ class Child:
         self._process = process
         self._link = link
         self._writer: asyncio.StreamWriter | None = None
-        self._queries: dict[int, asyncio.Future[Values]] = {}
+        self._queries: dict[int, asyncio.Future[StatusReply | Done]] = {}
         self._query_ids = itertools.count()
 
     @classmethod
@@ -132,9 +134,21 @@ class Child:
 
     async def ask(self, timeout_s: float) -> Values | None:
         """Return the child's figures, or None when it does not answer in time."""
+        answer = await self._answer(StatusQuery, timeout_s)
+        return answer.values if isinstance(answer, StatusReply) else None
+
+    async def command(self, make: Callable[[int], ToChild], timeout_s: float) -> int | None:
+        """Send the command that `make` builds for a query number; return its `Done.count`.
+
+        None when the child has not carried it out in time, or died.
+        """
+        answer = await self._answer(make, timeout_s)
+        return answer.count if isinstance(answer, Done) else None
+
+    async def _answer(self, make: Callable[[int], ToChild], timeout_s: float) -> StatusReply | Done | None:
         query = next(self._query_ids)
         answer = self._queries[query] = asyncio.get_running_loop().create_future()
-        self.send(StatusQuery(query))
+        self.send(make(query))
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
@@ -163,21 +177,21 @@ class Child:
 
     def _on_exit(self) -> None:
         self.exited.set()
-        for answer in self._queries.values():
+        for query, answer in self._queries.items():
             if not answer.done():
-                answer.set_result({})
+                answer.set_result(StatusReply(query, {}))
 
     async def _serve_link(self, handle: Callable[[FromChild], None], limits: Limits) -> None:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._link)
         try:
             while (data := await read_frame_async(reader)) is not None:
                 message = from_child.decode(data)
-                if isinstance(message, StatusReply):
+                if isinstance(message, StatusReply | Done):
                     if message.query == self._ping:
                         self._ping, self.missed_pings = None, 0
                     answer = self._queries.get(message.query)
                     if answer is not None and not answer.done():
-                        answer.set_result(message.values)
+                        answer.set_result(message)
                 else:
                     handle(message)
         except (ConnectionError, FramingError, ProtocolError) as error:

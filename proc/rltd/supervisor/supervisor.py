@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ from rlt_protocols.control import (
     Fatal,
     FromChild,
     Hello,
+    LogLevel,
     PeerDown,
     PeerUp,
     Progress,
     Ready,
     Refused,
+    SetLogLevel,
     Stop,
     ToChild,
     Welcome,
@@ -104,6 +107,13 @@ class Supervisor:
     @property
     def is_ending(self) -> bool:
         return self._ending.done()
+
+    def set_log_level(self, level: LogLevel) -> None:
+        """Set the level of every process that runs, and of those that will be started."""
+        self.config = replace(self.config, log=replace(self.config.log, level=level))
+        for slot in self.slots:
+            if slot.child is not None and slot.child.welcomed:
+                slot.child.send(SetLogLevel(level))
 
     def end(self, ending: Ending) -> None:
         """Begin to end the daemon; the first reason counts."""
@@ -212,6 +222,7 @@ class Supervisor:
             return
         config = msgspec.msgpack.encode(self.config)
         child.send(Welcome(PROTOCOL_VERSION, slot.role, slot.index, slot.generation, str(self.run_dir), config))
+        child.welcomed = True
 
     def _introduce(self, child: Child) -> None:
         """Tell the ready processes about `child`, and `child` about them."""

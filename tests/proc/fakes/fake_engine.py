@@ -51,6 +51,9 @@ class FakeEngine:
         self.aborted.append(request_id)
         return self.requests.pop(request_id, None) is not None
 
+    def reset_prefix_cache(self) -> int:
+        return 6
+
     def step(self) -> list[Tokens]:
         self.stepping.set()
         if self._gate is not None:

@@ -70,6 +70,8 @@ def main() -> int:
                 case control.Stop() if behaviour != "never-stops":
                     print("last words without newline", end="", flush=True)
                     return 0
+                case control.AbortAnswer(query, answer_id) if behaviour != "never-answers":
+                    link.send(control.Done(query, 2 if answer_id == "cmpl-known" else 0))
                 case control.StatusQuery(query) if behaviour != "never-answers":
                     link.send(control.StatusReply(query, {}))
 
