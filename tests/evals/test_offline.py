@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from rlt import LLM
+from rlt.config import ModelConfig
 from rlt.errors import ConfigError, GenerationError
 from rlt.evals.answers import Answer, Asked, collect
 from rlt.evals.offline import LlmAnswerer
@@ -36,8 +38,7 @@ class FakeLlm:
 
     def __init__(self, bad: int | None = None, text: str = "x", **model: Any) -> None:
         self.bad, self.text = bad, text
-        settings = {"path": "tiny-ouro", "revision": None, "dtype": "float32", "chat_template": None}
-        self.model = settings | {"reasoning": "auto", "enable_thinking": None} | model
+        self.model = dataclasses.asdict(ModelConfig(dtype="float32", **model))
         self.batches: list[list[int]] = []
         self.prompts: list[list[int]] = []
         self.closed = False
