@@ -45,7 +45,16 @@ class TestTasks:
     def test_json_has_the_promised_structure(self, fake: FakeAnswerer, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("tasks", "--n", "2", "--thresholds", "0.5", "--loops", "1,4", "--json") == 0
         result = json.loads(capsys.readouterr().out)
-        assert {"model", "tasks", "exact_match", "mean_loops", "by_loops", "by_threshold", "env"} <= result.keys()
+        assert {
+            "model",
+            "tasks",
+            "exact_match",
+            "mean_loops",
+            "by_loops",
+            "by_threshold",
+            "env",
+            "command",
+        } <= result.keys()
         assert (result["exact_match"], result["mean_loops"], result["by_loops"]) == (1.0, 3.0, {"1": 1.0, "4": 1.0})
         assert result["by_threshold"] == {"0.5": {"exact_match": 1.0, "mean_loops": 4.0}}
         assert result["env"]["torch"]

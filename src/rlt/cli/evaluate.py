@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from enum import StrEnum
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlt.cli.options import Assignments, ConfigFile, Device, Dtype, Json, Model, Seed, open_llm
+from rlt.cli.options import Assignments, ConfigFile, Device, Dtype, Json, Model, Seed, command_line, open_llm
 from rlt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -237,7 +238,8 @@ def _report(
 
     if as_json:
         target = {} if base_url is None else {"base_url": base_url}
-        typer.echo(json.dumps(result | target | {"env": environment(with_torch=base_url is None)}))
+        made = {"env": environment(with_torch=base_url is None), "command": command_line(sys.argv[1:])}
+        typer.echo(json.dumps(result | target | made))
     else:
         show(result)
 
